@@ -64,6 +64,15 @@ def _or_list(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
 OrList = WrapValidator(_or_list)
 
 
+def _or_auto(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
+    return AUTO if isinstance(value, str) and value.strip().lower() == AUTO else one(value)
+
+
+# Marks a boolean that may also be ``auto``, which is true where only a boolean is expected.
+AUTO = "auto"
+OrAuto = WrapValidator(_or_auto)
+
+
 def _whole_or_share(value: float) -> float:
     """Return a number of steps as an integer, or a fraction of all steps as it is."""
     if value > 1 and value != int(value):

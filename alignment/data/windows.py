@@ -8,9 +8,10 @@ The plan of a window is a pure function of (seed, epoch, step, lengths), so ever
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from datasets import Dataset
 from alignment.config.errors import OptionError
 
 Rows = npt.NDArray[np.int64]
+_CANDIDATES, _MOST_ROWS = 8, 5_000_000  # windows that are planned, and rows of the epochs that are searched
 _PARTNERS, _ORDER = 1, 0  # separate random streams for two uses of the same (seed, epoch, step)
 # The state that must be equal to resume from a saved position -> the options that determine it.
 _CONTINUED = {
@@ -110,6 +112,15 @@ class WindowPlan:
     longest: tuple[int, ...]
     longest_mismatched: tuple[int, ...]
     counts: WindowCounts
+
+    def only(self, micro: int, times: int = 1) -> WindowPlan:
+        """Return a plan of one of its micro-batches, several times."""
+        return replace(
+            self,
+            micro_batches=(self.micro_batches[micro],) * times,
+            longest=(self.longest[micro],) * times,
+            longest_mismatched=(self.longest_mismatched[micro],) * times,
+        )
 
 
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
@@ -270,6 +281,23 @@ class WindowSampler:
             step=step,
         )
 
+    def largest(self, steps: int) -> WindowPlan:
+        """Return the plan of a window with the most tokens in a micro-batch, among the next ``steps`` windows."""
+        found: list[tuple[int, int, int]] = []  # tokens of the first micro-batch on the first rank, epoch, step
+        tokens, epoch, first = row_tokens(self.table), self.epoch, self.step
+        while steps > 0 and epoch - self.epoch < max(1, _MOST_ROWS // max(1, len(self.table))):
+            rows = self.order(epoch)[first * self.window : min(first + steps, self.steps_per_epoch) * self.window]
+            sizes = np.zeros(-(-len(rows) // self.window) * self.window, dtype=np.int64)
+            sizes[: len(rows)] = tokens[rows]
+            windows = -np.sort(-sizes.reshape(-1, self.window), axis=1)
+            sums = windows[:, : self.batch_size * self.world_size : self.world_size].sum(axis=1)
+            found = heapq.nlargest(
+                _CANDIDATES, [*found, *((int(total), epoch, first + n) for n, total in enumerate(sums))]
+            )
+            steps, epoch, first = steps - len(windows), epoch + 1, 0
+        plans = [self.plan(epoch, step) for _, epoch, step in found]
+        return max(plans, key=lambda plan: micro_tokens(self.table, plan, self.packs)[0])
+
     def advance(self) -> None:
         """Advance to the next window."""
         self.step += 1
@@ -292,6 +320,25 @@ class WindowSampler:
                     f"{options} as in the run that saved it"
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
+
+
+def row_tokens(table: RowTable) -> Rows:
+    """Return the (R,) number of tokens of each row: of its prompt, once, and of its completions."""
+    return table.prompt + table.completions.sum(axis=1)
+
+
+def micro_tokens(table: RowTable, plan: WindowPlan, packs: bool) -> tuple[int, int]:
+    """Return the number of tokens of the largest micro-batch of a plan on a rank, and its index.
+
+    With ``packs``, neither padding nor the prompt of the second completion counts.
+    """
+    single, widest = row_tokens(table), table.prompt + table.completions.max(axis=1, initial=0)
+    columns, found = max(1, table.completions.shape[1]), (0, 0)
+    for micro, shares in enumerate(plan.micro_batches):
+        for rows in (list(share.rows) for share in shares if share.rows):
+            size = single[rows].sum() if packs else widest[rows].max() * len(rows) * columns
+            found = max(found, (int(size), micro))
+    return found
 
 
 def evaluation_plan(table: RowTable, *, seed: int, draw_partners: bool, **batches: Any) -> WindowPlan:

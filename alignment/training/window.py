@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.data.batching import AnyBatch
+from alignment.data.batching import AnyBatch, MicroBatches
 from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
@@ -41,6 +41,13 @@ class WindowResult(NamedTuple):
     counts: WindowCounts
 
 
+class Sequences(NamedTuple):
+    """The rows of a micro-batch: their number, and the number of tokens of each of their sequences."""
+
+    rows: int = 0
+    lengths: tuple[int, ...] = ()
+
+
 class WindowPass:
     """Computes windows of one method with one set of models.
 
@@ -53,6 +60,7 @@ class WindowPass:
 
     def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
+        self.failed = Sequences()  # the micro-batch that ran out of memory
         self._safe_point = SafePoint()
         self._again: Callable[[], None] | None = None
 
@@ -117,9 +125,40 @@ class WindowPass:
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
             sums = MetricSums(self.names, self.device, first_rank=rank() == 0)
             plan, batches = self.prepared(plan, batches, data, sums, train=train)
-            if progress is not None:
-                batches = progress.watch(batches, self.method.passes)
-            watched = Watched(batches, self._safe_point)
+            return self._computed(plan, batches, data, sums, train, between, progress)
+
+    def rehearse(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> None:
+        """Compute a window of the largest micro-batches in :meth:`rehearsing`; with ``train``, leave its gradient."""
+        with contextlib.nullcontext() if train else self.phases.of_evaluation():
+            sums = MetricSums(self.names, self.device, first_rank=rank() == 0)
+            plan, batches = self.largest(plan, data, train=train)
+            with contextlib.suppress(BadStep):  # of values that a run may skip
+                self._computed(plan, batches, data, sums, train)
+
+    def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Return plan and batches to rehearse; a method that generates its own rows replaces them by its limits."""
+        return plan, MicroBatches(self.method.kind.collate, data.batched, plan, rank())
+
+    @contextlib.contextmanager
+    def rehearsing(self, data: PreparedData) -> Iterator[None]:
+        """Wrap a rehearsal; afterwards, everything is as before."""
+        yield
+
+    def _computed(
+        self,
+        plan: WindowPlan,
+        batches: Sequence[AnyBatch],
+        data: PreparedData,
+        sums: MetricSums,
+        train: bool,
+        between: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
+    ) -> WindowResult:
+        """Compute the passes of a window that is prepared."""
+        if progress is not None:
+            batches = progress.watch(batches, self.method.passes)
+        watched = Watched(batches, self._safe_point)
+        try:
             window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
             known = self.method.before_training(window)
             losses: list[_Rows] = []
@@ -132,6 +171,10 @@ class WindowPass:
                 else:
                     record.tokens += self._evaluate(known, window, losses)
                 sum_over_ranks(sums.values)
+        except torch.OutOfMemoryError:
+            if (newest := watched.newest) is not None:
+                self.failed = Sequences(len(newest.rows), self.method.scored(newest).sizes)
+            raise
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.sources)
