@@ -15,6 +15,7 @@ import json
 import os
 import types
 import typing
+from collections import UserString
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
@@ -64,13 +65,17 @@ def _or_list(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
 OrList = WrapValidator(_or_list)
 
 
-def _or_auto(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
-    return AUTO if isinstance(value, str) and value.strip().lower() == AUTO else one(value)
-
-
-# Marks a boolean that may also be ``auto``, which is true where only a boolean is expected.
 AUTO = "auto"
+
+
+def _or_auto(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
+    return AUTO if str(value).strip().lower() == AUTO else one(value)
+
+
+# Marks a boolean that may also be ``auto``, which is true for code that expects a boolean. The default is no ``str``,
+# which ``argparse`` would parse.
 OrAuto = WrapValidator(_or_auto)
+AUTO_BY_DEFAULT = UserString(AUTO)
 
 
 def _whole_or_share(value: float) -> float:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from alignment.compat.trl.verdicts import only
 from alignment.config.fields import (
     AUTO,
+    AUTO_BY_DEFAULT,
     Choice,
     Count,
     Early,
@@ -90,7 +91,7 @@ class MemoryOptions:
         None, "DeepSpeed JSON of the policy: a path, a name in `ds_configs/` or a mapping. Defaults to `zero2`."
     )
     gradient_checkpointing: Annotated[Free[bool], OrAuto] = option(
-        AUTO,
+        AUTO_BY_DEFAULT,
         "Recompute activations in the backward pass to save memory: in all layers (`true`), in none, or in as few as "
         "fit (`auto`; all, if the memory cannot be planned).",
         older=("activation_checkpointing",),

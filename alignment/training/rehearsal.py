@@ -92,7 +92,10 @@ class Rehearsal:
             engine.load_state_dict(counters)
             phases.load_state_dict(records)
             for module, name, buffer, content in buffers:
-                setattr(module, name, buffer.copy_(content))
+                if getattr(module, name) is not buffer or not torch.equal(
+                    buffer, content
+                ):  # else it counts as changed
+                    setattr(module, name, buffer.copy_(content))
             for module, length in lengths:
                 module.max_seq_len_cached = length
 
