@@ -8,7 +8,6 @@ The plan of a window is a pure function of (seed, epoch, step, lengths), so ever
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from datasets import Dataset
 from alignment.config.errors import OptionError
 
 Rows = npt.NDArray[np.int64]
-_CANDIDATES, _MOST_ROWS = 8, 5_000_000  # windows that are planned, and rows of the epochs that are searched
+_CANDIDATES, _MOST_ROWS = 8, 2_000_000  # windows that are planned, and rows of the epochs that are searched
 _PARTNERS, _ORDER = 1, 0  # separate random streams for two uses of the same (seed, epoch, step)
 # The state that must be equal to resume from a saved position -> the options that determine it.
 _CONTINUED = {
@@ -113,13 +112,14 @@ class WindowPlan:
     longest_mismatched: tuple[int, ...]
     counts: WindowCounts
 
-    def only(self, micro: int, times: int = 1) -> WindowPlan:
-        """Return a plan of one of its micro-batches, several times."""
+    @classmethod
+    def of(cls, parts: Sequence[tuple[WindowPlan, int]]) -> WindowPlan:
+        """Return a plan of micro-batches of plans, by their indices, with the counts of the first plan."""
         return replace(
-            self,
-            micro_batches=(self.micro_batches[micro],) * times,
-            longest=(self.longest[micro],) * times,
-            longest_mismatched=(self.longest_mismatched[micro],) * times,
+            parts[0][0],
+            micro_batches=tuple(plan.micro_batches[micro] for plan, micro in parts),
+            longest=tuple(plan.longest[micro] for plan, micro in parts),
+            longest_mismatched=tuple(plan.longest_mismatched[micro] for plan, micro in parts),
         )
 
 
@@ -282,21 +282,37 @@ class WindowSampler:
         )
 
     def largest(self, steps: int) -> WindowPlan:
-        """Return the plan of a window with the most tokens in a micro-batch, among the next ``steps`` windows."""
-        found: list[tuple[int, int, int]] = []  # tokens of the first micro-batch on the first rank, epoch, step
-        tokens, epoch, first = row_tokens(self.table), self.epoch, self.step
+        """Return the largest micro-batches of the next ``steps`` windows in one plan.
+
+        It has the largest of those that are the first of their window, and the largest of all others, if there are
+        any: they are computed beside the gradient of the first.
+        """
+        wide = self.batch_size * self.world_size
+        found: list[list[tuple[int, int, int]]] = [[], []]  # tokens on the first rank if rows are equal, epoch, step
+        tokens = self.table.prompt + self.table.completions.sum(axis=1)
+        epoch, first = self.epoch, self.step
         while steps > 0 and epoch - self.epoch < max(1, _MOST_ROWS // max(1, len(self.table))):
             rows = self.order(epoch)[first * self.window : min(first + steps, self.steps_per_epoch) * self.window]
             sizes = np.zeros(-(-len(rows) // self.window) * self.window, dtype=np.int64)
             sizes[: len(rows)] = tokens[rows]
             windows = -np.sort(-sizes.reshape(-1, self.window), axis=1)
-            sums = windows[:, : self.batch_size * self.world_size : self.world_size].sum(axis=1)
-            found = heapq.nlargest(
-                _CANDIDATES, [*found, *((int(total), epoch, first + n) for n, total in enumerate(sums))]
-            )
+            for place, best in enumerate(found):
+                sums = windows[:, place * wide : (place + 1) * wide : self.world_size].sum(axis=1)
+                best += [(int(sums[n]), epoch, first + int(n)) for n in np.argsort(-sums)[:_CANDIDATES]]
+                best[:] = sorted(best, reverse=True)[:_CANDIDATES]
             steps, epoch, first = steps - len(windows), epoch + 1, 0
-        plans = [self.plan(epoch, step) for _, epoch, step in found]
-        return max(plans, key=lambda plan: micro_tokens(self.table, plan, self.packs)[0])
+        firsts, others = ([self.plan(epoch, step) for _, epoch, step in best] for best in found)
+        candidates = [
+            [(plan, 0) for plan in firsts],
+            [(plan, micro) for plan in (*firsts, *others) for micro in range(1, len(plan.micro_batches))],
+        ]
+        return WindowPlan.of(
+            [
+                max(each, key=lambda one: micro_tokens(self.table, one[0], one[1], self.packs))
+                for each in candidates
+                if each
+            ]
+        )
 
     def advance(self) -> None:
         """Advance to the next window."""
@@ -322,23 +338,17 @@ class WindowSampler:
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
 
 
-def row_tokens(table: RowTable) -> Rows:
-    """Return the (R,) number of tokens of each row: of its prompt, once, and of its completions."""
-    return table.prompt + table.completions.sum(axis=1)
-
-
-def micro_tokens(table: RowTable, plan: WindowPlan, packs: bool) -> tuple[int, int]:
-    """Return the number of tokens of the largest micro-batch of a plan on a rank, and its index.
+def micro_tokens(table: RowTable, plan: WindowPlan, micro: int, packs: bool) -> int:
+    """Return the largest number of tokens that a rank computes in a micro-batch of a plan.
 
     With ``packs``, neither padding nor the prompt of the second completion counts.
     """
-    single, widest = row_tokens(table), table.prompt + table.completions.max(axis=1, initial=0)
-    columns, found = max(1, table.completions.shape[1]), (0, 0)
-    for micro, shares in enumerate(plan.micro_batches):
-        for rows in (list(share.rows) for share in shares if share.rows):
-            size = single[rows].sum() if packs else widest[rows].max() * len(rows) * columns
-            found = max(found, (int(size), micro))
-    return found
+    sizes, columns = [0], max(1, table.completions.shape[1])
+    for rows in (list(share.rows) for share in plan.micro_batches[micro] if share.rows):
+        prompts, completions = table.prompt[rows], table.completions[rows]
+        widest = (prompts + completions.max(axis=1, initial=0)).max()
+        sizes.append(int(prompts.sum() + completions.sum() if packs else widest * len(rows) * columns))
+    return max(sizes)
 
 
 def evaluation_plan(table: RowTable, *, seed: int, draw_partners: bool, **batches: Any) -> WindowPlan:

@@ -28,6 +28,10 @@ class Answers(Protocol):
     def finish(self) -> None: ...
 
 
+# The phases whose memory is planned.
+PLANNED = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
+
+
 class MemoryPlan(Protocol):
     """The memory that a run is predicted to use on each GPU; see :mod:`alignment.planning`.
 
@@ -43,7 +47,7 @@ class MemoryPlan(Protocol):
     def max_tokens(self) -> int | None: ...
 
     def peak(self, phase: str) -> int:
-        """Return the largest number of bytes in use during a phase."""
+        """Return the largest number of bytes in use during one of the phases :data:`PLANNED`."""
 
     def changes(self) -> list[str]:
         """Return the three cheapest changes that use less memory, those that do not change results first."""

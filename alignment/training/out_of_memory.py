@@ -11,7 +11,7 @@ from alignment.config.errors import TrainingError, counted
 from alignment.reporting.formats import size
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import LESS_MEMORY, reason_of
-from alignment.training.context import RunContext
+from alignment.training.context import PLANNED, RunContext
 from alignment.training.run_engines import RunEngines
 
 _SHOWN = 8  # lengths of a micro-batch
@@ -26,10 +26,10 @@ def out_of_memory(
         context: the run.
         lengths: number of tokens of each sequence of the micro-batch that was computed; empty if none was.
         error: the allocator's error.
-        where: what was computed; empty for the step that follows the last completed one.
+        where: what was computed; empty if it follows the last completed step.
     """
     phase, plan = ACTIVITY.failed, context.memory_plan
-    parts = [f"out of memory in phase {phase} of {where or f'step {context.state.global_step + 1}'}"]
+    parts = [f"out of memory in phase {phase}, {where or f'after step {context.state.global_step}'}"]
     if lengths:
         longest = sorted(lengths, reverse=True)
         more = f" and {len(longest) - _SHOWN} more" if longest[_SHOWN:] else ""
@@ -37,8 +37,9 @@ def out_of_memory(
             f"{counted(len(longest), 'sequence')} of {', '.join(map(str, longest[:_SHOWN]))}{more} tokens in the "
             "micro-batch"
         )
-    if plan is not None:
-        parts.append(f"predicted {size(plan.peak(phase.removeprefix('eval ')))}")
+    planned = phase.removeprefix("eval ")
+    if plan is not None and planned in PLANNED:
+        parts.append(f"predicted {size(plan.peak(planned))}")
     record = context.phases.records.get(phase)
     if record is not None and record.peak_bytes:
         parts.append(f"measured {size(record.peak_bytes)} before it failed")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from alignment.config.errors import TrainingError
-from alignment.data.windows import micro_tokens
+from alignment.data.windows import WindowPlan, micro_tokens
 from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.rng import preserved
 from alignment.internals.deepspeed_state import state_units
@@ -34,7 +34,8 @@ class Rehearsal:
 
     Nothing of it remains: neither gradients, counters and loss scale of the engine, nor random states, times and
     metrics. Reward functions and judges are not called. With ``auto_find_batch_size``, micro-batches are made smaller
-    until everything fits; their limit is part of the run state.
+    until everything fits: on a single rank by trial; on several, of which one may fail while others wait for it, as
+    the memory plan says. Their limit is part of the run state.
 
     Args:
         context: the run.
@@ -67,9 +68,9 @@ class Rehearsal:
         on_gpu = self.engines.window_pass.device.type == "cuda"
         if steps < 1 or args.memory_rehearsal == "false" or (args.memory_rehearsal == "auto" and not on_gpu):
             return
-        if args.auto_find_batch_size and context.data.max_tokens is None and context.memory_plan is not None:
-            context.data.limit(context.memory_plan.max_tokens)
         before = context.data.max_tokens
+        if args.auto_find_batch_size and before is None and world_size() > 1 and context.memory_plan is not None:
+            context.data.limit(context.memory_plan.max_tokens)
         with ACTIVITY("rehearsal"), self._as_before(), self.engines.window_pass.rehearsing(self.data):
             while (failure := self._attempt(steps)) is not None:
                 self._split(failure)
@@ -107,7 +108,7 @@ class Rehearsal:
             self._compute(steps)
         except torch.OutOfMemoryError as error:
             self._failed, lengths = ACTIVITY.failed, window_pass.failed.lengths
-            failure = out_of_memory(self.context, lengths, error, "the rehearsal before the first step")
+            failure = out_of_memory(self.context, lengths, error, "in the rehearsal before the first step")
             if world_size() > 1:
                 raise failure from error  # the other ranks still compute
         except Cut:
@@ -127,19 +128,16 @@ class Rehearsal:
         assert run.sampler is not None
         with self.context.phases("step"):  # the optimizer's states, which are there from the first step on
             states = self._block(bytes_to_come(policy.engine, policy.device))
-        plan = run.sampler.largest(steps)
-        micro = micro_tokens(self.data.table, plan, run.packs)[1]
-        # The second micro-batch of a window is computed beside the gradient of the first.
-        window_pass.rehearse(plan.only(micro, min(2, len(plan.micro_batches))), self.data, train=True)
+        window_pass.rehearse(run.sampler.largest(steps), self.data, train=True)
         with self.context.phases("step"):
             masters = [unit.master for unit in state_units(policy.engine)]
             self._block(_MASTER * sum(each.numel() for each in masters if each.device.type == policy.device.type))
         self._undo()
         if self.context.args.eval_strategy != "no" or self.context.args.eval_on_start:
             sets = [(whole, data) for whole, _, data in evaluation_windows(self.context)]
-            found = [(micro_tokens(data.table, whole, run.packs), whole, data) for whole, data in sets]
-            (_, micro), whole, data = max(found, key=lambda each: each[0])
-            window_pass.rehearse(whole.only(micro), data, train=False)
+            parts = [(data, whole, micro) for whole, data in sets for micro in range(len(whole.micro_batches))]
+            data, whole, micro = max(parts, key=lambda each: micro_tokens(each[0].table, *each[1:], run.packs))
+            window_pass.rehearse(WindowPlan.of([(whole, micro)]), data, train=False)
         del states
 
     def _block(self, size: int) -> torch.Tensor:

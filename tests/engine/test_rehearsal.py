@@ -95,7 +95,7 @@ def test_two_ranks_train_as_without(tmp_path: Path, ranks: RankServer) -> None:
     ranks.run(DRIVERS / "bad_steps.py", spec, nproc=2, timeout=120 + 20 * len(runs))
     for case in TWO_RANKS:
         whole, rehearsed, resumed = (tmp_path / f"{name_of(case)}{end}" for end in ("", "-with", "-resumed"))
-        assert differences(whole, rehearsed) == []
+        assert (name_of(case), differences(whole, rehearsed)) == (name_of(case), [])
         assert differences(whole, resumed, RESUMED + 1) == []
 
 
@@ -107,7 +107,7 @@ ROWS = [{"prompt": "ab", "completion": "c" * (40 if 8 <= number < 10 else 4)} fo
 class Plan:
     """A memory plan."""
 
-    max_tokens = None
+    max_tokens: int | None = None
 
     def __init__(self, layers: int = 1) -> None:
         self.checkpointed_layers = layers
@@ -142,7 +142,9 @@ def test_a_run_that_does_not_fit_ends_before_its_first_step(
     """The message names phase, lengths, prediction, measurement and remedies, at a step as well."""
     cap = (peaks[1] + peaks[2]) / 2
     late = sft(models["policy"], tmp_path / "late", **NOT)
-    said = "out of memory in phase train of step 3, 4 sequences of 42, 42, 6, 6 tokens in the micro-batch, measured "
+    said = (
+        "out of memory in phase train, after step 2, 4 sequences of 42, 42, 6, 6 tokens in the micro-batch, measured "
+    )
     with capped(cap), pytest.raises(TrainingError, match=f"^{said}"):
         train_and_close(late)
     early = sft(models["policy"], tmp_path / "early", **REHEARSED)
@@ -152,7 +154,7 @@ def test_a_run_that_does_not_fit_ends_before_its_first_step(
     assert (late.state.global_step, early.state.global_step) == (2, 0)
     start, measured, end = re.split(r"measured ([\d.]+ \wi?B)", str(raised.value))
     assert measured and start == (
-        "out of memory in phase train of the rehearsal before the first step, 4 sequences of 42, 42, 6, 6 tokens in "
+        "out of memory in phase train, in the rehearsal before the first step, 4 sequences of 42, 42, 6, 6 tokens in "
         "the micro-batch, predicted 3.00 GiB, "
     )
     assert end.startswith(
@@ -187,9 +189,30 @@ def test_a_smaller_micro_batch_is_found(
     assert (resumed.output_dir / file).read_bytes() == (found.output_dir / file).read_bytes()
 
 
+def test_several_ranks_take_the_split_of_the_plan(
+    models: dict[str, str], tmp_path: Path, peaks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And end with its advice if that does not fit: a rank cannot try again while the others wait."""
+    monkeypatch.setattr("alignment.training.rehearsal.world_size", lambda: 2)
+    for cap, tokens in ((peaks[2], 60), (peaks[1] / 2, 60)):
+        run = sft(models["policy"], tmp_path / str(cap), auto_find_batch_size=True, **REHEARSED)
+        run.context.memory_plan = plan = Plan()
+        plan.max_tokens = tokens
+        if cap == peaks[2]:
+            with capped(cap):
+                train_and_close(run)
+        else:
+            with capped(cap), pytest.raises(TrainingError, match="2 sequences of .* set max_tokens_per_batch to 10"):
+                train_and_close(run)
+        assert run.data.max_tokens == tokens
+
+
 def test_a_single_row_is_not_split(models: dict[str, str], tmp_path: Path, peaks: list[int]) -> None:
     run = sft(models["policy"], tmp_path, auto_find_batch_size=True, **REHEARSED)
-    with capped(peaks[0] * 0.75), pytest.raises(TrainingError, match="train of the rehearsal .* 1 sequence of 42 tok"):
+    with (
+        capped(peaks[0] * 0.75),
+        pytest.raises(TrainingError, match="train, in the rehearsal .* 1 sequence of 42 tok"),
+    ):
         train_and_close(run)
 
 
