@@ -136,7 +136,7 @@ class Rehearsal:
         if self.context.args.eval_strategy != "no" or self.context.args.eval_on_start:
             sets = [(whole, data) for whole, _, data in evaluation_windows(self.context)]
             parts = [(data, whole, micro) for whole, data in sets for micro in range(len(whole.micro_batches))]
-            data, whole, micro = max(parts, key=lambda each: micro_tokens(each[0].table, *each[1:], run.packs))
+            data, whole, micro = max(parts, key=lambda each: micro_tokens(each[0].table, each[1], each[2], run.packs))
             window_pass.rehearse(WindowPlan.of([(whole, micro)]), data, train=False)
         del states
 

@@ -202,9 +202,17 @@ def test_several_ranks_take_the_split_of_the_plan(
             with capped(cap):
                 train_and_close(run)
         else:
-            with capped(cap), pytest.raises(TrainingError, match="2 sequences of .* set max_tokens_per_batch to 10"):
+            with capped(cap), pytest.raises(TrainingError, match="1 sequence of 42 .* set max_tokens_per_batch to 10"):
                 train_and_close(run)
         assert run.data.max_tokens == tokens
+
+
+@pytest.mark.parametrize("stage", ["stage2", pytest.param("stage3", marks=pytest.mark.ci)])
+def test_the_memory_of_several_micro_batches(stage: str, models: dict[str, str], tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "deepspeed": STAGES[stage]}
+    with capped() as used:
+        train_and_close(sft(models["policy"], tmp_path, **given, **REHEARSED))
+    assert used.rehearsal == pytest.approx(max(used.steps), rel=0.002)
 
 
 def test_a_single_row_is_not_split(models: dict[str, str], tmp_path: Path, peaks: list[int]) -> None:
