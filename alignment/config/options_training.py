@@ -100,12 +100,12 @@ class MemoryOptions:
         None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
     activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
-    memory_rehearsal: Free[Choice] = option(
+    memory_rehearsal: Late[Free[Choice]] = option(
         AUTO,
         "Compute the largest micro-batch, evaluation batch and rollout before the first step, so that a run that does "
         "not fit in memory ends there: `true`, `false`, or `auto`, on GPUs.",
     )
-    auto_find_batch_size: Free[bool] = option(
+    auto_find_batch_size: Early[Free[bool]] = option(
         False, "Split windows into smaller micro-batches until the rehearsal fits in memory. The update is the same."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -194,17 +195,14 @@ def test_several_ranks_take_the_split_of_the_plan(
 ) -> None:
     """And end with its advice if that does not fit: a rank cannot try again while the others wait."""
     monkeypatch.setattr("alignment.training.rehearsal.world_size", lambda: 2)
-    for cap, tokens in ((peaks[2], 60), (peaks[1] / 2, 60)):
+    for cap in (peaks[2], peaks[0] * 0.75):
         run = sft(models["policy"], tmp_path / str(cap), auto_find_batch_size=True, **REHEARSED)
         run.context.memory_plan = plan = Plan()
-        plan.max_tokens = tokens
-        if cap == peaks[2]:
-            with capped(cap):
-                train_and_close(run)
-        else:
-            with capped(cap), pytest.raises(TrainingError, match="1 sequence of 42 .* set max_tokens_per_batch to 10"):
-                train_and_close(run)
-        assert run.data.max_tokens == tokens
+        plan.max_tokens = 60
+        fails = pytest.raises(TrainingError, match="1 sequence of 42 .* set max_tokens_per_batch to 10")
+        with capped(cap), contextlib.nullcontext() if cap == peaks[2] else fails:
+            train_and_close(run)
+        assert run.data.max_tokens == 60
 
 
 @pytest.mark.parametrize("stage", ["stage2", pytest.param("stage3", marks=pytest.mark.ci)])
@@ -212,7 +210,7 @@ def test_the_memory_of_several_micro_batches(stage: str, models: dict[str, str],
     given = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "deepspeed": STAGES[stage]}
     with capped() as used:
         train_and_close(sft(models["policy"], tmp_path, **given, **REHEARSED))
-    assert used.rehearsal == pytest.approx(max(used.steps), rel=0.002)
+    assert used.rehearsal == pytest.approx(max(used.steps), rel=0.01)
 
 
 def test_a_single_row_is_not_split(models: dict[str, str], tmp_path: Path, peaks: list[int]) -> None:
