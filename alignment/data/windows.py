@@ -306,13 +306,11 @@ class WindowSampler:
             [(plan, 0) for plan in firsts],
             [(plan, micro) for plan in (*firsts, *others) for micro in range(1, len(plan.micro_batches))],
         ]
-        return WindowPlan.of(
-            [
-                max(each, key=lambda one: micro_tokens(self.table, one[0], one[1], self.packs))
-                for each in candidates
-                if each
-            ]
-        )
+
+        def size(part: tuple[WindowPlan, int]) -> int:
+            return micro_tokens(self.table, *part, self.packs)
+
+        return WindowPlan.of([max(each, key=size) for each in candidates if each])
 
     def advance(self) -> None:
         """Advance to the next window."""

@@ -191,17 +191,10 @@ def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) 
 
 
 def checkpoint_first(model: PreTrainedModel, layers: int | None) -> tuple[int, int]:
-    """Let gradient checkpointing, once enabled, recompute only the first decoder layers.
+    """Let gradient checkpointing, once enabled, recompute only the first decoder layers; None: all.
 
-    The last layers are computed without it: their activations are the first ones that the backward pass frees.
-
-    Args:
-        model: the model.
-        layers: number of layers to recompute; None for all. A model that decides for all its layers together, as some
-            remote code does, recomputes all.
-
-    Returns:
-        The number of layers that are recomputed, and of all layers.
+    The backward pass frees the activations of the others first. A model that decides for all its layers together, as
+    some remote code does, recomputes all. Returns the number of layers that are recomputed, and of all layers.
     """
     found: list[Any] = decoder_layers(model)
     if layers is None or any(not hasattr(layer, "gradient_checkpointing") for layer in found):

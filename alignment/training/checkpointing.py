@@ -37,10 +37,9 @@ class CheckpointedLayers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Recompute as many layers as the run did before, unless the options now say otherwise."""
-        now, before = self.layers, int(state["layers"])
-        if self.asked == AUTO:
+        before = int(state["layers"])
+        if self.asked == AUTO and self.layers != before:
             self.layers, self.total = checkpoint_first(self.model, before)
+            tell(f"gradient checkpointing: {self.layers} of {self.total} layers, as in the run that is resumed")
         if self.layers != before:
             tell(f"gradient checkpointing: {self.layers} layers instead of {before} in the run that is resumed")
-        elif now != before:
-            tell(f"gradient checkpointing: {before} of {self.total} layers, as in the run that is resumed")

@@ -54,5 +54,5 @@ def memory_explained(context: RunContext, engines: RunEngines) -> Iterator[None]
     try:
         yield
     except torch.OutOfMemoryError as error:
-        lengths = engines.window_pass.failed.lengths if engines.ready else ()
+        _, lengths = engines.window_pass.failed if engines.ready else (0, ())
         raise out_of_memory(context, lengths, error) from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from alignment.config.errors import TrainingError
 from alignment.data.windows import WindowPlan, micro_tokens
@@ -18,12 +19,12 @@ from alignment.reporting.progress import say
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import world_size
 from alignment.run.stop import Cut
+from alignment.training.bad_steps import BadStep
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.evaluation import evaluation_windows
 from alignment.training.out_of_memory import out_of_memory
 from alignment.training.run_engines import RunEngines
-from alignment.training.window import Sequences
 
 _MASTER = 4  # bytes per element of the copy of the gradients in fp32, from which an update is made
 _UNSPLIT = ("rollout", "eval rollout", "step")  # phases whose memory does not depend on the size of micro-batches
@@ -93,9 +94,7 @@ class Rehearsal:
             engine.load_state_dict(counters)
             phases.load_state_dict(records)
             for module, name, buffer, content in buffers:
-                if getattr(module, name) is not buffer or not torch.equal(
-                    buffer, content
-                ):  # else it counts as changed
+                if getattr(module, name) is not buffer or not torch.equal(buffer, content):
                     setattr(module, name, buffer.copy_(content))
             for module, length in lengths:
                 module.max_seq_len_cached = length
@@ -103,12 +102,14 @@ class Rehearsal:
     def _attempt(self, steps: int) -> TrainingError | None:
         """Compute everything once; return the error if it does not fit."""
         window_pass, failure = self.engines.window_pass, None
-        window_pass.failed = Sequences()
+        window_pass.failed = (0, ())
         try:
             self._compute(steps)
         except torch.OutOfMemoryError as error:
-            self._failed, lengths = ACTIVITY.failed, window_pass.failed.lengths
-            failure = out_of_memory(self.context, lengths, error, "in the rehearsal before the first step")
+            self._failed = ACTIVITY.failed
+            failure = out_of_memory(
+                self.context, window_pass.failed[1], error, "in the rehearsal before the first step"
+            )
             if world_size() > 1:
                 raise failure from error  # the other ranks still compute
         except Cut:
@@ -117,18 +118,18 @@ class Rehearsal:
         # Only now, as the traceback holds the tensors of the failed pass.
         if failure is not None:
             gc.collect()
-            if window_pass.device.type == "cuda":
-                torch.cuda.empty_cache()
-        self._undo()
+            get_accelerator().empty_cache()
+            self._undo()
         return failure
 
     def _compute(self, steps: int) -> None:
-        """Compute the largest micro-batches and allocate the memory of a step; gradients are left."""
+        """Compute the largest micro-batches and allocate the memory of a step."""
         policy, run, window_pass = self.engines.policy, self.context.data, self.engines.window_pass
         assert run.sampler is not None
         with self.context.phases("step"):  # the optimizer's states, which are there from the first step on
             states = self._block(bytes_to_come(policy.engine, policy.device))
-        window_pass.rehearse(run.sampler.largest(steps), self.data, train=True)
+        with contextlib.suppress(BadStep):  # of values that the run may skip
+            window_pass(run.sampler.largest(steps), (), self.data, train=True, rehearses=True)
         with self.context.phases("step"):
             masters = [unit.master for unit in state_units(policy.engine)]
             self._block(_MASTER * sum(each.numel() for each in masters if each.device.type == policy.device.type))
@@ -137,7 +138,7 @@ class Rehearsal:
             sets = [(whole, data) for whole, _, data in evaluation_windows(self.context)]
             parts = [(data, whole, micro) for whole, data in sets for micro in range(len(whole.micro_batches))]
             data, whole, micro = max(parts, key=lambda each: micro_tokens(each[0].table, each[1], each[2], run.packs))
-            window_pass.rehearse(WindowPlan.of([(whole, micro)]), data, train=False)
+            window_pass(WindowPlan.of([(whole, micro)]), (), data, train=False, rehearses=True)
         del states
 
     def _block(self, size: int) -> torch.Tensor:
