@@ -43,7 +43,8 @@ _NOISE = re.compile(r"\[[^\]]*\.(cc|h):\d+\] |NCCL error in: \S+, |\. This is ty
 _DISK_FULL = re.compile("No space left on device|Disk quota exceeded|PytorchStreamWriter failed")
 # What uses less memory on a GPU if it cannot be planned: what leaves the result as it is comes first.
 LESS_MEMORY = (
-    "set a smaller per_device_train_batch_size and a larger gradient_accumulation_steps",
+    "set auto_find_batch_size to true, or a smaller per_device_train_batch_size and a larger "
+    "gradient_accumulation_steps",
     "set gradient_checkpointing to true, or pass a DeepSpeed file that offloads",
     "set a smaller max_length",
 )

@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 
 from alignment import SFTConfig, SFTTrainer
 from alignment.config.errors import TrainingError
+from alignment.online.ranking import Ranker
 from alignment.training.window import WindowPass
 from tools.ranks import RankServer
 
@@ -50,6 +52,8 @@ def test_one_rank_trains_as_without(
     method: str, stage: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, states, logs and completions are bitwise equal, also after a resume."""
+    asked = mock.Mock(side_effect=Ranker.rank)
+    monkeypatch.setattr(Ranker, "rank", lambda *args: asked(*args))
     rehearsed, compute = [], WindowPass.__call__
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -58,9 +62,10 @@ def test_one_rank_trains_as_without(
 
     given = {"deepspeed": STAGES[stage], "save_strategy": "steps", "save_steps": 2, "eval_on_start": True}
     whole = train_and_close(make(method, models, tmp_path / "whole", **NOT, **given))
+    asked_without = asked.call_count
     monkeypatch.setattr(WindowPass, "__call__", computed)
     again = train_and_close(make(method, models, tmp_path / "again", **REHEARSED, **given))
-    assert rehearsed == [True, False]
+    assert rehearsed == [True, False] and asked.call_count == 2 * asked_without, "rewards are not asked"
     shutil.copytree(again.output_dir, tmp_path / "resumed" / "out")
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(tmp_path / "resumed" / "out" / name)
