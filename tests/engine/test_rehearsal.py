@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from alignment import SFTConfig, SFTTrainer
 from alignment.config.errors import TrainingError
-from alignment.online.ranking import Ranker
+from alignment.online.window import OnlineWindowPass
 from alignment.training.window import WindowPass
 from tools.ranks import RankServer
 
@@ -52,8 +52,8 @@ def test_one_rank_trains_as_without(
     method: str, stage: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, states, logs and completions are bitwise equal, also after a resume."""
-    asked = mock.Mock(side_effect=Ranker.rank)
-    monkeypatch.setattr(Ranker, "rank", lambda *args: asked(*args))
+    asked = mock.Mock(side_effect=OnlineWindowPass.answered)
+    monkeypatch.setattr(OnlineWindowPass, "answered", lambda *args: asked(*args))
     rehearsed, compute = [], WindowPass.__call__
 
     def computed(*args: Any, **kwargs: Any) -> Any:
