@@ -69,7 +69,12 @@ AUTO = "auto"
 
 
 def _or_auto(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
-    return AUTO if str(value).strip().lower() == AUTO else one(value)
+    if str(value).strip().lower() == AUTO:
+        return AUTO
+    try:
+        return one(value)
+    except ValidationError:
+        raise ValueError("must be true, false or auto") from None
 
 
 # Marks a boolean that may also be ``auto``, which is true for code that expects a boolean. The default is no ``str``,

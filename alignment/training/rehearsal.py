@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -155,7 +156,8 @@ class Rehearsal:
     def _split(self, failure: TrainingError) -> None:
         """Halve the limit of micro-batches, or raise ``failure`` if a smaller one does not help."""
         (rows, lengths), asked = self.engines.window_pass.failed, self.context.args.auto_find_batch_size
-        if not asked or world_size() > 1 or rows < 2 or self._failed in _UNSPLIT:
+        tokens = sum(lengths) if self.context.data.packs else max(lengths, default=0) * len(lengths)
+        smaller = tokens // 2 < (self.context.data.max_tokens or math.inf)
+        if not asked or world_size() > 1 or rows < 2 or self._failed in _UNSPLIT or not smaller:
             raise failure
-        padded = max(lengths) * len(lengths)
-        self.context.data.limit((sum(lengths) if self.context.data.packs else padded) // 2)
+        self.context.data.limit(tokens // 2)

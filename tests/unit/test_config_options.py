@@ -138,7 +138,7 @@ OF_REWARDS: dict[str, Any] = {
             {"auto_find_batch_size": True, "memory_rehearsal": False},
             "auto_find_batch_size=True and memory_r",
         ),
-        (KTOConfig, {"gradient_checkpointing": "some"}, "gradient_checkpointing='some': must be a valid boolean"),
+        (KTOConfig, {"gradient_checkpointing": "some"}, "gradient_checkpointing='some': must be true, false or auto"),
         (KTOConfig, {"fsdp": "full_shard"}, "fsdp='full_shard': FSDP is not supported; set deepspeed to zero3"),
         (KTOConfig, {"torch_compile": True}, "torch_compile=True: torch.compile is not supported"),
         (KTOConfig, {"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: embedding noise \(NEFTune\) is not"),
