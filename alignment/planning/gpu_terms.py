@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# Bytes of a card that is sold as having this many GB, which a process can use: 23.8e9 of "24 GB".
-USABLE = 23.8 / 24
+# Share of a card's nominal memory that a process can use: 23.8e9 bytes of "24 GB".
+_USABLE = 23.8 / 24
 # CUDA context, cuBLAS workspaces and the kernels of torch: about 0.5 GB on Ampere and later, by nvidia-smi.
 CONTEXT = 600 * 10**6
 # Buffers of NCCL per communicator: up to 32 channels with 4 MB each (NCCL_BUFFSIZE), in both directions.
@@ -14,6 +14,11 @@ NCCL = 256 * 10**6
 HOST_PROCESS = 3 * 10**9
 # Share that is added to each peak: fragmentation of the caching allocator, and errors of the plan.
 RESERVE = 0.05
+
+
+def usable_bytes(gigabytes: float) -> float:
+    """Bytes that a process can use of a GPU that is sold as having this many GB."""
+    return gigabytes * 1e9 * _USABLE
 
 
 def attention_backward(kernel: str, query: Tensor, key: Tensor) -> int:
