@@ -24,9 +24,9 @@ def usable_bytes(gigabytes: float) -> float:
 def attention_backward(kernel: str, query: Tensor, key: Tensor) -> int:
     """Bytes of the temporaries of a fused attention's backward pass.
 
-    In flash attention of torch 2.13 (``flash_bwd``) the gradient of the queries is accumulated in fp32, with a head size rounded up to 32,
-    and one value per token and head; with grouped queries, the gradients of keys and values are computed per query
-    head before they are summed.
+    In flash attention of torch 2.13 (``flash_bwd``), the gradient of the queries is accumulated in fp32, with a head
+    size rounded up to 32, and there is one value per token and head; with grouped queries, the gradients of keys and
+    values are computed per query head before they are summed.
     """
     batch, heads, tokens, size = query.shape
     if kernel == "efficient":  # one value per token and head; fp32 gradients of the queries if they are 16-bit
