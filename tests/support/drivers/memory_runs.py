@@ -1,9 +1,9 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
-Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine"}]}``. Rank N writes ``{"seed-engine": {"peaks", "after"}}``
-to ``rankN.json`` beside it: bytes beyond those in use before the model was loaded, at the peak and at the end of each
-phase. With an engine, the trainer runs from loading to two steps and an evaluation. Without one, the model that the
-trainer loads computes one micro-batch forward and backward.
+Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine"}]}``. Rank N writes ``{"SEED-engine": {"peaks",
+"after"}}`` to ``rankN.json`` beside it: bytes beyond those in use before the model was loaded, at the peak and at the
+end of each phase. With an engine, the trainer runs from loading to two steps and an evaluation. Without one, the model
+that the trainer loads computes one micro-batch forward and backward.
 """
 
 from __future__ import annotations
