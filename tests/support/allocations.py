@@ -25,7 +25,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -57,16 +57,20 @@ def library() -> Path:
 class Allocations:
     """Counts the CPU tensors that this process allocates while the counter is active.
 
+    Args:
+        compiled: the result of :func:`library`.
+        limits: see :meth:`limit`, by phase.
+
     Attributes:
         peaks: the largest number of bytes in use in each phase, less those in use at :meth:`begin`.
         after: the number of bytes in use at the latest end of each phase, less the same.
     """
 
-    def __init__(self, compiled: Path) -> None:
+    def __init__(self, compiled: Path, limits: Mapping[str, int] | None = None) -> None:
         self._library = ctypes.CDLL(str(compiled))
         for name in ("live_bytes", "peak_bytes", "bytes_at", "live_blocks"):
             getattr(self._library, name).restype = ctypes.c_size_t
-        self._base = 0
+        self._base, self._limits = 0, limits or {}
         self.peaks: dict[str, int] = {}
         self.after: dict[str, int] = {}
 
@@ -103,16 +107,18 @@ class Allocations:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the body as part of phase ``name``."""
         self.reset_peak()
+        self.limit(self._limits.get(name))
         try:
             yield
         finally:
+            self.limit(None)
             self.peaks[name] = max(self.peaks.get(name, 0), self.peak - self._base)
             self.after[name] = self.live - self._base
 
     def limit(self, total: int | None) -> None:
         """Raise ``torch.OutOfMemoryError`` for a request beyond ``total`` bytes, relative to :meth:`begin`.
 
-        One byte less than a measured peak shows which operation reaches it. None: no limit.
+        With None, there is no limit.
         """
         self._library.set_limit(ctypes.c_size_t(0 if total is None else self._base + total))
 

@@ -1,8 +1,9 @@
 """Configurations by which memory plans are judged: each follows from a seed, see ``data/memory_cases.jsonl``.
 
-The file has 24 seeds and, for the reader, what follows from them. ``python -m support.memory_cases`` in ``tests/`` writes
-it: from the seeds below 10,000 it takes, one after another, the one with the most new pairs of values. No measurement
-and no plan takes part in the choice. The architectures in :data:`HELD_OUT` must not be used to develop a plan.
+The file has 24 seeds and, for the reader, what follows from them. ``python -m support.memory_cases``, called in
+``tests/``, writes it: from the seeds below 10,000 it takes, one after another, the one with the most new pairs of
+values. No measurement and no plan takes part in the choice. The architectures in :data:`HELD_OUT` must not be used to
+develop a plan.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
-Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine"}]}``. Rank N writes ``{"SEED-engine": {"peaks",
-"after"}}`` to ``rankN.json`` beside it: bytes beyond those in use before the model was loaded, at the peak and at the
-end of each phase. With an engine, the trainer runs from loading to two steps and an evaluation. Without one, the model
-that the trainer loads computes one micro-batch forward and backward.
+Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits"}]}``. Rank N writes
+``{"SEED-engine": {"peaks", "after"}}`` to ``rankN.json`` beside it: bytes beyond those in use before the model was
+loaded, at the peak and at the end of each phase. With an engine, the trainer runs from loading to two steps and an
+evaluation. Without one, the model that the trainer loads computes one micro-batch forward and backward.
+
+To find what makes a peak, run it again with ``limits``, such as ``{"train": PEAK - 1}``: the operation that reaches
+the peak raises an error.
 """
 
 from __future__ import annotations
@@ -149,7 +152,7 @@ def main() -> None:
         case = MemoryCase.of(run["seed"])
         name = f"{case.seed}-{'engine' if run['engine'] else 'model'}"
         folder = spec.parent / name
-        with Allocations(Path(given["library"])).active() as allocations:
+        with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
             (with_engine if run["engine"] else without_engine)(case, folder, allocations)
         found[name] = {"peaks": allocations.peaks, "after": allocations.after}
     (spec.parent / f"rank{rank()}.json").write_text(json.dumps(found))
