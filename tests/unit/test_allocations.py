@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def counted() -> Iterator[Allocations]:
     with Allocations(library()).active() as allocations:
         yield allocations
@@ -99,3 +100,20 @@ def test_a_request_beyond_the_limit_is_refused_as_by_a_full_gpu(counted: Allocat
     assert counted.owns(whole)
     counted.limit(None)
     assert torch.empty(2 * MIB, dtype=torch.uint8).numel() == 2 * MIB
+
+
+def test_one_byte_less_than_a_peak_stops_the_operation_that_makes_it() -> None:
+    def computed() -> None:
+        held = torch.ones(MIB)
+        torch.cat([held, held])
+
+    with Allocations(library()).active() as measured:
+        measured.begin()
+        with measured.phase("step"):
+            computed()
+    for less in (0, 1):
+        with Allocations(library(), {"step": measured.peaks["step"] - less}).active() as limited:
+            limited.begin()
+            with pytest.raises(torch.OutOfMemoryError) if less else nullcontext(), limited.phase("step"):
+                computed()
+            computed()
