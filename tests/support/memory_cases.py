@@ -44,6 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 _PAIRED = ("CPO", "DPO", "OnlineDPO", "Reward")
 _TOKENS = 1024  # maximum number of tokens of a micro-batch, so that a measurement takes seconds
+_GENERATED = 256  # maximum length of a sequence that is generated
 _FIRST, _LAST = 5, 50  # token IDs of letters
 
 
@@ -82,7 +83,8 @@ class MemoryCase:
         rng = random.Random(seed)
         drawn = {name: rng.choice(values) for name, values in FACTORS.items()}
         sequences = 2 if drawn["method"] in _PAIRED else 1
-        drawn["length"] = length = min(drawn["length"], _TOKENS // sequences)
+        longest = _GENERATED if drawn["method"] == "OnlineDPO" else _TOKENS // sequences
+        drawn["length"] = length = min(drawn["length"], longest)
         drawn["stage"] = min(drawn["stage"], 2 if drawn["training"] == "4-bit" else 3)
         most = _TOKENS // (length * sequences)
         rows = rng.randint((most + 1) // 2, most)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,12 @@ def main() -> None:
         name = f"{case.seed}-{'engine' if run['engine'] else 'model'}"
         folder = spec.parent / name
         with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
-            (with_engine if run["engine"] else without_engine)(case, folder, allocations)
+            try:
+                (with_engine if run["engine"] else without_engine)(case, folder, allocations)
+            except torch.OutOfMemoryError:
+                traceback.print_exc()
+                print("blocks in use:", allocations.blocks()[:100], file=sys.stderr)
+                raise
         found[name] = {"peaks": allocations.peaks, "after": allocations.after}
     (spec.parent / f"rank{rank()}.json").write_text(json.dumps(found))
 
