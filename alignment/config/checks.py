@@ -47,6 +47,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("load_in_4bit load_in_8bit", lambda of: of.load_in_4bit and of.load_in_8bit, _CONTRADICT),
     ("padding_free pack", lambda of: of.padding_free and of.pack == "false", _CONTRADICT),
     (
+        "auto_find_batch_size memory_rehearsal",
+        lambda of: of.auto_find_batch_size and of.memory_rehearsal == "false",
+        "micro-batches are found in the rehearsal; remove one of them",
+    ),
+    (
         "pack attn_implementation",
         lambda of: of.pack == "true" and of.attn_implementation in ("eager", "flex_attention"),
         "packing has an attention function of its own; remove one of them",

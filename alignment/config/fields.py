@@ -15,6 +15,7 @@ import json
 import os
 import types
 import typing
+from collections import UserString
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
@@ -62,6 +63,24 @@ def _or_list(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
 
 # Marks a number that may also be a list of such numbers, a type that ``HfArgumentParser`` does not support.
 OrList = WrapValidator(_or_list)
+
+
+AUTO = "auto"
+
+
+def _or_auto(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
+    if str(value).strip().lower() == AUTO:
+        return AUTO
+    try:
+        return one(value)
+    except ValidationError:
+        raise ValueError("must be true, false or auto") from None
+
+
+# Marks a boolean that may also be ``auto``, which is true for code that expects a boolean. The default is no ``str``,
+# which ``argparse`` would parse.
+OrAuto = WrapValidator(_or_auto)
+AUTO_BY_DEFAULT = UserString(AUTO)
 
 
 def _whole_or_share(value: float) -> float:

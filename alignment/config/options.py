@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+from collections import UserString
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -100,7 +101,8 @@ class AlignmentConfig(
                     given.setdefault(field.name, field.default_factory())
                 elif field.default is dataclasses.MISSING and field.name not in given:
                     raise OptionError(f"{field.name} is required; set it")
-                vars(self)[field.name] = field.default
+                default = field.default
+                vars(self)[field.name] = str(default) if isinstance(default, UserString) else default
             vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
             self.__post_init__()
             vars(self)[_RESOLVED] = True

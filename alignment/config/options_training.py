@@ -10,6 +10,9 @@ from pydantic import BeforeValidator
 
 from alignment.compat.trl.verdicts import only
 from alignment.config.fields import (
+    AUTO,
+    AUTO_BY_DEFAULT,
+    Choice,
     Count,
     Early,
     Free,
@@ -17,6 +20,7 @@ from alignment.config.fields import (
     Late,
     Natural,
     NotNegative,
+    OrAuto,
     Positive,
     Share,
     Steps,
@@ -86,14 +90,24 @@ class MemoryOptions:
     deepspeed: Free[dict[str, Any] | str | None] = option(
         None, "DeepSpeed JSON of the policy: a path, a name in `ds_configs/` or a mapping. Defaults to `zero2`."
     )
-    gradient_checkpointing: Free[bool] = option(
-        True, "Recompute activations in the backward pass to save memory.", older=("activation_checkpointing",)
+    gradient_checkpointing: Annotated[Free[bool], OrAuto] = option(
+        AUTO_BY_DEFAULT,
+        "Recompute activations in the backward pass to save memory: in all layers (`true`), in none, or in as few as "
+        "fit (`auto`; all, if the memory cannot be planned).",
+        older=("activation_checkpointing",),
     )
     gradient_checkpointing_kwargs: Free[Keywords] = option(
         None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
     activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
-    auto_find_batch_size: bool = only(False, "it is not supported yet; set a smaller per_device_train_batch_size")
+    memory_rehearsal: Late[Free[Choice]] = option(
+        AUTO,
+        "Compute the largest micro-batch, evaluation batch and rollout before the first step, so that a run that does "
+        "not fit in memory ends there: `true`, `false`, or `auto`, on GPUs.",
+    )
+    auto_find_batch_size: Early[Free[bool]] = option(
+        False, "Split windows into smaller micro-batches until the rehearsal fits in memory. The update is the same."
+    )
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from datasets import Dataset
 from alignment.config.errors import OptionError
 
 Rows = npt.NDArray[np.int64]
+_CANDIDATES, _MOST_ROWS = 8, 2_000_000  # windows that are planned, and rows of the epochs that are searched
 _PARTNERS, _ORDER = 1, 0  # separate random streams for two uses of the same (seed, epoch, step)
 # The state that must be equal to resume from a saved position -> the options that determine it.
 _CONTINUED = {
@@ -110,6 +111,16 @@ class WindowPlan:
     longest: tuple[int, ...]
     longest_mismatched: tuple[int, ...]
     counts: WindowCounts
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[WindowPlan, int]]) -> WindowPlan:
+        """Return a plan of micro-batches of plans, by their indices, with the counts of the first plan."""
+        return replace(
+            parts[0][0],
+            micro_batches=tuple(plan.micro_batches[micro] for plan, micro in parts),
+            longest=tuple(plan.longest[micro] for plan, micro in parts),
+            longest_mismatched=tuple(plan.longest_mismatched[micro] for plan, micro in parts),
+        )
 
 
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
@@ -270,6 +281,37 @@ class WindowSampler:
             step=step,
         )
 
+    def largest(self, steps: int) -> WindowPlan:
+        """Return the largest micro-batches of the next ``steps`` windows in one plan.
+
+        It has the largest of those that are the first of their window, and the largest of all others, if there are
+        any: they are computed beside the gradient of the first.
+        """
+        wide = self.batch_size * self.world_size
+        found: list[list[tuple[int, int, int]]] = [[], []]  # tokens on the first rank if rows are equal, epoch, step
+        tokens = self.table.prompt + self.table.completions.sum(axis=1)
+        epoch, first = self.epoch, self.step
+        while steps > 0 and epoch - self.epoch < max(1, _MOST_ROWS // max(1, len(self.table))):
+            rows = self.order(epoch)[first * self.window : min(first + steps, self.steps_per_epoch) * self.window]
+            sizes = np.zeros(-(-len(rows) // self.window) * self.window, dtype=np.int64)
+            sizes[: len(rows)] = tokens[rows]
+            windows = -np.sort(-sizes.reshape(-1, self.window), axis=1)
+            for place, best in enumerate(found):
+                sums = windows[:, place * wide : (place + 1) * wide : self.world_size].sum(axis=1)
+                best += [(int(sums[n]), epoch, first + int(n)) for n in np.argsort(-sums)[:_CANDIDATES]]
+                best[:] = sorted(best, reverse=True)[:_CANDIDATES]
+            steps, epoch, first = steps - len(windows), epoch + 1, 0
+        firsts, others = ([self.plan(epoch, step) for _, epoch, step in best] for best in found)
+        candidates = [
+            [(plan, 0) for plan in firsts],
+            [(plan, micro) for plan in (*firsts, *others) for micro in range(1, len(plan.micro_batches))],
+        ]
+
+        def size(part: tuple[WindowPlan, int]) -> int:
+            return micro_tokens(self.table, *part, self.packs)
+
+        return WindowPlan.of([max(each, key=size) for each in candidates if each])
+
     def advance(self) -> None:
         """Advance to the next window."""
         self.step += 1
@@ -292,6 +334,19 @@ class WindowSampler:
                     f"{options} as in the run that saved it"
                 )
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
+
+
+def micro_tokens(table: RowTable, plan: WindowPlan, micro: int, packs: bool) -> int:
+    """Return the largest number of tokens that a rank computes in a micro-batch of a plan.
+
+    With ``packs``, neither padding nor the prompt of the second completion counts.
+    """
+    sizes, columns = [0], max(1, table.completions.shape[1])
+    for rows in (list(share.rows) for share in plan.micro_batches[micro] if share.rows):
+        prompts, completions = table.prompt[rows], table.completions[rows]
+        widest = (prompts + completions.max(axis=1, initial=0)).max()
+        sizes.append(int(prompts.sum() + completions.sum() if packs else widest * len(rows) * columns))
+    return max(sizes)
 
 
 def evaluation_plan(table: RowTable, *, seed: int, draw_partners: bool, **batches: Any) -> WindowPlan:

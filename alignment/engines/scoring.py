@@ -137,6 +137,12 @@ class ScoringEngine:
         finally:
             self.engine.train(training)
 
+    def release(self) -> None:
+        """Release gathered weights: several passes leave those that the last one prefetched, one that raised all."""
+        if self.partitioned:
+            settle_weights(self.engine, self.scorer)
+            divide_again(self.scorer)
+
     def close(self) -> None:
         """Release the engine and its optimizer's memory."""
         destroy(self.engine)
@@ -294,9 +300,7 @@ def checked(engine: Engine, task: Task, pack: str = "false") -> Engine:
             task.check_scorer(engine.scorer, engine.device)
         if pack != "false":
             _pack(engine, pack)
-        if engine.partitioned:  # several passes leave weights gathered that the last one prefetched
-            settle_weights(engine.engine, engine.scorer)
-            divide_again(engine.scorer)
+        engine.release()
     except BaseException as error:
         engine.close()
         # Out of memory, lost ranks and device errors have their own classes.

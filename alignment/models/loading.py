@@ -18,7 +18,7 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
 from alignment.models.kernels import hub_kernels, put_hub_kernels
-from alignment.models.partitioning import partitions
+from alignment.models.partitioning import decoder_layers, partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.run.ranks import tell
@@ -173,7 +173,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) -> None:
-    """Enable gradient checkpointing, non-reentrant unless ``kwargs`` say otherwise."""
+    """Enable gradient checkpointing in all layers, non-reentrant unless ``kwargs`` say otherwise."""
     if not model.supports_gradient_checkpointing:
         raise OptionError(
             f"gradient_checkpointing: {type(model).__name__} does not support it; set gradient_checkpointing: false"
@@ -188,3 +188,18 @@ def enable_checkpointing(model: PreTrainedModel, kwargs: dict[str, Any] | None) 
         model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
     )  # its name until 5.22
     enable(kwargs)
+
+
+def checkpoint_first(model: PreTrainedModel, layers: int | None) -> tuple[int, int]:
+    """Let gradient checkpointing, once enabled, recompute only the first decoder layers; None: all.
+
+    The backward pass frees the activations of the others first. A model that decides for all its layers together, as
+    some remote code does, recomputes all. Returns the number of layers that are recomputed, and of all layers.
+    """
+    found: list[Any] = decoder_layers(model)
+    if layers is None or any(not hasattr(layer, "gradient_checkpointing") for layer in found):
+        layers = len(found)
+    count = min(layers, len(found))
+    for number, layer in enumerate(found):
+        layer.gradient_checkpointing = number < count
+    return count, len(found)

@@ -21,6 +21,11 @@ DEFAULT_TILE_BYTES = 256 * 2**20
 _AS_THEY_ARE = LogitTransform()
 
 
+def tile_starts(count: int, step: int) -> range:
+    """Return where the tiles of ``count`` rows begin. A memory plan computes only one, as they all need the same."""
+    return range(0, count, step)
+
+
 class TokenStats(NamedTuple):
     """Statistics of each token's distribution; (N,) each, detached.
 
@@ -73,7 +78,7 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = torch.empty_like(hidden) if jacobian else None
         step = tile_length(tokens, weight.shape[0], tile_bytes)
         score_tile = tiles_for(hidden).score_tile
-        for start in range(0, tokens, step):
+        for start in tile_starts(tokens, step):
             part = slice(start, start + step)
             scored = score_tile(hidden[part], weight, bias, targets[part], transform, jacobian, with_stats)
             logps[part], lse[part] = scored.logps, scored.lse
@@ -119,7 +124,7 @@ def _head_gradients(
     vocabulary, wide = weight.shape[0], grad.dtype
     tiles, dtype = tiles_for(hidden), coefficient_dtype(hidden, grad.dtype)
     step = tile_length(vocabulary, max(1, hidden.shape[0]), tile_bytes)
-    for start in range(0, vocabulary, step):
+    for start in tile_starts(vocabulary, step):
         part = slice(start, min(start + step, vocabulary))
         logits = wide_product(hidden, weight[part].t(), wide)
         offset = None if bias is None else bias[part]

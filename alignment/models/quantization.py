@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
@@ -217,6 +218,32 @@ def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
                 module.weight.quant_storage = module.quant_storage = plan.repack
         elif isinstance(module, bnb.nn.Linear8bitLt) and module.weight.device.type == "cpu":
             compute_as_in_training(module)
+
+
+def _kept(model: PreTrainedModel, plan: Quantization) -> list[str]:
+    """Return the modules that are not quantized while a model is loaded, as transformers' quantizer does."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return [*get_keys_to_not_convert(model), *(plan.config.llm_int8_skip_modules or ())]
+
+
+def converted_to_4bit(model: PreTrainedModel, plan: Quantization) -> None:
+    """Replace the layers of a model on the meta device that are quantized while it is loaded."""
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    replace_with_bnb_linear(model, _kept(model, plan), plan.config)
+
+
+def convertible(model: PreTrainedModel, plan: Quantization) -> list[nn.Module]:
+    """Return the layers of a model on the meta device that are quantized while it is loaded."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = _kept(model, plan)
+    return [
+        module
+        for name, module in model.named_modules()
+        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and should_convert_module(name, kept)
+    ]
 
 
 def is_packed(parameter: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from alignment.config.dtypes import planned
 from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
@@ -73,7 +74,8 @@ def read_config(
     if not task.knows(config, trust_remote_code):
         raise ModelError(f"{key}: {path!r} is a {config.model_type} model, which is not a {task.noun}")
     task.check_config(config, f"{key}: {path!r}")
-    if Path(path).is_dir():
+    machine = planned()
+    if Path(path).is_dir() and (machine is None or machine.reads_weights):
         check_weights(Path(path) / (init_kwargs or {}).get("subfolder", ""), key)
     return config
 

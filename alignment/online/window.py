@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from alignment.engines.collectives import gathered
 from alignment.engines.rng import seeded
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
-from alignment.online.pairs import pair_of, plan_pairs, ranked_batches
+from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
 from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking
 from alignment.reporting.log import CompletionTable
 from alignment.reporting.metrics import MetricSums
@@ -98,7 +100,7 @@ class OnlineWindowPass(WindowPass):
         beta: Callable[[int], float],
     ) -> None:
         super().__init__(context.method, models, context.phases, aux_coefficient)
-        self.options, self.ranker, self.beta = options, ranker, beta
+        self.options, self.ranker, self.beta, self.run_data = options, ranker, beta, context.data
         self.tokenizer = context.processing_class
         self.sampling = sampling_of(options, models.policy.scorer.model, self.tokenizer)
         self.rollout = RolloutEngine(
@@ -183,16 +185,54 @@ class OnlineWindowPass(WindowPass):
             self._count_wins(plan, groups, rankings, data, sums)
         own = [pair for pair in map(pair_of, groups, rankings) if pair is not None]
         pairs = sorted((pair for part in gathered(own) for pair in part), key=lambda pair: pair.row)
-        batch_size = options.per_device_train_batch_size if train else options.eval_batch_size
+        return self._batched(pairs, plan, beta, train=train)
+
+    def _batched(
+        self, pairs: Sequence[Pair], plan: WindowPlan, beta: float, *, train: bool
+    ) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Return the plan and this rank's micro-batches of the pairs of all ranks."""
+        batch_size = self.options.per_device_train_batch_size if train else self.options.eval_batch_size
         trained = plan_pairs(
             pairs,
             plan,
             world_size=world_size(),
             batch_size=batch_size,
-            max_tokens=options.max_tokens_per_batch,
+            max_tokens=self.run_data.max_tokens,
             packs=self.models.policy.packs,
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
+
+    @contextlib.contextmanager
+    def rehearsing(self, data: PreparedData) -> Iterator[None]:
+        """Measure the memory for rollouts before a rehearsal; the first rollout of the run measures it again."""
+        rollout, before = self.rollout, (self.rollout.room, self.rollout.backend)
+        rollout.decide(self._longest(data, 1))
+        try:
+            yield
+        finally:
+            rollout.room, rollout.backend = before
+
+    def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Generate as many completions at a time as the run will, each as long as it may be, and pair them."""
+        options, room = self.options, self.rollout.room
+        assert room is not None
+        most = options.per_device_train_batch_size * options.gradient_accumulation_steps
+        request = self._longest(data, min(-(-room.batch_size // options.num_generations), most))
+        with self.phases("rollout"):
+            self.rollout.generate(request)
+        prompt, length = tuple(request.prompts[0]), self.sampling.max_new_tokens
+        rows = options.per_device_train_batch_size if train else options.eval_batch_size
+        # The completions differ in the first token, so that they share only the prompt.
+        pair = Pair(0, prompt, (0,) * length, (1,) * length, None)
+        pairs = [pair] * (rows * world_size() * len(plan.micro_batches))
+        return self._batched(pairs, plan, self.beta(self._epoch), train=train)
+
+    def _longest(self, data: PreparedData, count: int) -> RolloutRequest:
+        """Return a request for completions of the ``count`` longest prompts that only end at their limit."""
+        rows = np.argsort(-data.table.prompt, kind="stable")[:count]
+        prompts = [data.dataset[int(row)]["prompt_ids"] for row in rows]
+        sampling = replace(self.sampling, eos_token_ids=())
+        return RolloutRequest(prompts, self.options.num_generations, sampling, self.options.seed)
 
     def answered(
         self, batches: Sequence[AnyBatch], data: PreparedData, seeds: Seeds, sums: MetricSums | None, count: int

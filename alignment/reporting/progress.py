@@ -101,15 +101,16 @@ class Progress:
 
 
 class Watched(Sequence[Item]):
-    """A sequence that calls ``taken`` at each access."""
+    """A sequence that calls ``taken`` at each access; ``newest`` is the item of the latest one."""
 
     def __init__(self, items: Sequence[Item], taken: Callable[[], None]) -> None:
         self._items, self._taken = items, taken
+        self.newest: Item | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]
-        item = self._items[index]
+        self.newest = item = self._items[index]
         self._taken()
         return item

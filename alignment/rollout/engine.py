@@ -109,7 +109,7 @@ class RolloutEngine:
             TrainingError: continuous batching failed.
             Cut: a stop was requested; raised on every rank.
         """
-        room, backend = self._decide(request)
+        room, backend = self.decide(request)
         parts = chunks(request, room.batch_size)
         by_layer = self.policy.partitioned and not room.gather
         if by_layer:  # all ranks must gather layers equally often: add chunks of one dummy token
@@ -168,8 +168,8 @@ class RolloutEngine:
     def _model(self) -> PreTrainedModel:
         return self.policy.scorer.model
 
-    def _decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
-        """Measure the available memory at the first call. Collective."""
+    def decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
+        """Return what the first rollout fixes, and measure the available memory at the first call. Collective."""
         if self.room is None or self.backend is None:
             likely = choose_backend(self._asked, self._model, request.sampling)
             room = measure_room(

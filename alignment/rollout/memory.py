@@ -60,7 +60,7 @@ def measure_room(
     free = free_bytes(device()) - to_come
     budget = _SHARE * -largest_numbers([-free])[0]
     weights = weight_bytes(model)
-    each = completion_bytes(model, context, page)
+    each = completion_bytes(model.config, model.dtype.itemsize, context, page)
     if gather is None:
         gather = weights + each * (batch_size or generations) <= budget
     if batch_size is None:
@@ -79,14 +79,17 @@ def pages(tokens: int, page: int) -> int:
     return math.ceil(tokens / page) + 1
 
 
-def completion_bytes(model: PreTrainedModel, context: int, page: int = 1) -> int:
-    """Memory of one completion during generation; see :func:`measure_room`."""
-    config = model.config.get_text_config()
+def completion_bytes(config: PretrainedConfig, itemsize: int, context: int, page: int = 1) -> int:
+    """Memory of one completion during generation by a model with ``itemsize`` bytes per element.
+
+    See :func:`measure_room`.
+    """
+    config = config.get_text_config()
     layers = layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
     cache = kept * sum(map(_cached, layers))
     activations = context * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
-    return (cache + activations) * model.dtype.itemsize + _VOCABULARY_VECTORS * config.vocab_size * 4
+    return (cache + activations) * itemsize + _VOCABULARY_VECTORS * config.vocab_size * 4
 
 
 def _cached(config: PretrainedConfig) -> int:

@@ -61,9 +61,14 @@ class Activity:
         return self._phases[-1]
 
     @property
+    def failed(self) -> str:
+        """The phase; after an exception, the innermost one that it has left."""
+        return self._failed or self.phase
+
+    @property
     def place(self) -> str:
-        """Phase and step, for messages; after an exception, the innermost phase that it has left."""
-        return f"phase {self._failed or self.phase}, step {self.step}"
+        """Phase and step, for messages; see :attr:`failed`."""
+        return f"phase {self.failed}, step {self.step}"
 
     def in_status(self) -> dict[str, Any]:
         """Phase and step, as fields of ``status.json``."""

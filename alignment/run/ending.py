@@ -41,10 +41,16 @@ _LOST = re.compile(
 )
 _NOISE = re.compile(r"\[[^\]]*\.(cc|h):\d+\] |NCCL error in: \S+, |\. This is typically.*|Exception raised from.*")
 _DISK_FULL = re.compile("No space left on device|Disk quota exceeded|PytorchStreamWriter failed")
+# What uses less memory on a GPU if it cannot be planned: what leaves the result as it is comes first.
+LESS_MEMORY = (
+    "set auto_find_batch_size to true, or a smaller per_device_train_batch_size and a larger "
+    "gradient_accumulation_steps",
+    "set gradient_checkpointing to true, or pass a DeepSpeed file that offloads",
+    "set a smaller max_length",
+)
 # What to do about an error, by its class and message. A data loader worker is killed, or exits unexpectedly.
 _ADVICE = {
-    "OutOfMemoryError": "the GPU is out of memory: use a smaller per_device_train_batch_size or max_length, set "
-    "gradient_checkpointing to true, or pass a DeepSpeed file that offloads",
+    "OutOfMemoryError": f"the GPU is out of memory: {'; '.join(LESS_MEMORY)}",
     "MemoryError|DefaultCPUAllocator": "the host is out of memory: offload less, use a smaller model or more ranks",
     "DataLoader worker": "the host may have run out of memory: set dataloader_num_workers to 0",
     "DistBackendError": "NCCL failed: set NCCL_DEBUG=INFO in the environment for details",

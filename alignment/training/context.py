@@ -28,6 +28,31 @@ class Answers(Protocol):
     def finish(self) -> None: ...
 
 
+# The phases whose memory is planned.
+PLANNED = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
+
+
+class MemoryPlan(Protocol):
+    """The memory that a run is predicted to use on each GPU; see :mod:`alignment.planning`.
+
+    Attributes:
+        checkpointed_layers: number of decoder layers to recompute; see ``gradient_checkpointing``.
+        max_tokens: tokens of a micro-batch that fit; None if all rows of a micro-batch do.
+    """
+
+    @property
+    def checkpointed_layers(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    def peak(self, phase: str) -> int:
+        """Return the largest number of bytes in use during one of the phases :data:`PLANNED`."""
+
+    def changes(self) -> list[str]:
+        """Return the three cheapest changes that use less memory, those that do not change results first."""
+
+
 @dataclass
 class RunContext:
     """A run, as far as it is known before its engines are built.
@@ -45,6 +70,7 @@ class RunContext:
         log: adds a record to the log and the history, and notifies the callbacks.
         data: its data.
         answers: generates completions at each evaluation, if enabled.
+        memory_plan: the memory that the run is predicted to use; None if that cannot be predicted.
         identity: identifies the run across its attempts.
         run_state: everything that a resume needs; each component registers its own part.
     """
@@ -61,6 +87,7 @@ class RunContext:
     log: Callable[[Mapping[str, float]], None]
     data: RunData
     answers: Answers | None = None
+    memory_plan: MemoryPlan | None = None
     identity: Identity = field(default_factory=Identity)
     run_state: RunState = field(default_factory=RunState)
 

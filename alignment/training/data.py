@@ -127,6 +127,7 @@ class RunData:
     """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them.
 
     ``packs`` tells whether the policy packs the sequences of a micro-batch; known after its engine is built.
+    ``max_tokens`` is the limit of a micro-batch: ``max_tokens_per_batch``, or what ``auto_find_batch_size`` found.
     """
 
     train: PreparedData | None = None
@@ -134,6 +135,13 @@ class RunData:
     eval: dict[str, PreparedData] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
     packs: bool = False
+    max_tokens: int | None = None
+
+    def limit(self, max_tokens: int | None) -> None:
+        """Limit the micro-batches of all windows from now on; the windows stay the same."""
+        self.max_tokens = max_tokens
+        if self.sampler is not None:
+            self.sampler.max_tokens = max_tokens
 
     @property
     def sets(self) -> list[PreparedData]:
@@ -169,7 +177,7 @@ class DataPreparation:
 
     def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
         """Return the data of a run, with advice about settings that are unlikely to work well."""
-        args, data = self.args, RunData()
+        args, data = self.args, RunData(max_tokens=self.args.max_tokens_per_batch)
         if train_dataset is not None:
             data.train = self.one(train_dataset, args.max_train_samples, TRAINING, trains=True)
             data.sampler = window_sampler(data.train, self.method, args)

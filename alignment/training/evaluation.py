@@ -24,7 +24,7 @@ def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPl
         batch_size=args.eval_batch_size,
         seed=order_seed(args),
         draw_partners=method.draws_partners,
-        max_tokens=args.max_tokens_per_batch,
+        max_tokens=context.data.max_tokens,
         packs=context.data.packs,
     )
     return plan, MicroBatches(method.kind.collate, data.batched, plan, rank())

@@ -63,7 +63,7 @@ class TrainingLoop:
         data: the training data.
         sampler: the windows of the training data.
         evaluate: evaluates, logs and notifies the callbacks; returns all metrics by name.
-
+        rehearse: computes the largest micro-batches of the next steps, and leaves no trace.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class TrainingLoop:
         data: PreparedData,
         sampler: WindowSampler,
         evaluate: Callable[[], dict[str, float]],
+        rehearse: Callable[[int], None],
     ) -> None:
         self.context, self.engines, self.data, self.sampler = context, engines, data, sampler
-        self.evaluate = evaluate
+        self.evaluate, self.rehearse = evaluate, rehearse
         self.args, self.state, self.events = context.args, context.state, context.events
         self.total_steps = total_steps(context.args, sampler)
         self.best = BestModel(context.args, context.state)
@@ -365,6 +366,7 @@ class TrainingLoop:
     def _before_first_step(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
         """Do what comes before the first step of this process."""
         self.events("on_train_begin")
+        self.rehearse(self.total_steps - self.state.global_step)
         if self.resumed is not None:
             self._continue()
             return

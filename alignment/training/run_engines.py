@@ -35,6 +35,7 @@ from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import tell, world_size
+from alignment.training.checkpointing import CheckpointedLayers
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
@@ -180,6 +181,9 @@ class RunEngines:
         if isinstance(policy, PolicyEngine):
             context.run_state.register("schedule", ScheduleState(policy.scheduler))
             context.run_state.register("engine", EngineState(policy))
+            layers = None if context.memory_plan is None else context.memory_plan.checkpointed_layers
+            checkpointed = CheckpointedLayers(args.gradient_checkpointing, policy.scorer.model, layers)
+            tell(context.run_state.register("gradient checkpointing", checkpointed).describe())
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         self.resources.built(policy.scorer.model)
@@ -243,8 +247,9 @@ class RunEngines:
     def _plan_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
         """Plan how the policy's gradients are summed, and write it to its configuration; collective."""
         args, plan = self.context.args, self.plan
-        # With max_tokens_per_batch, a window has as many micro-batches as needed, at most one per row.
-        parts = 1 if args.max_tokens_per_batch is None else args.per_device_train_batch_size
+        # If tokens limit micro-batches, a window has as many as needed, at most one per row.
+        by_rows = args.max_tokens_per_batch is None and not args.auto_find_batch_size
+        parts = 1 if by_rows else args.per_device_train_batch_size
         most = parts * args.gradient_accumulation_steps
         at = situation_of(plan.policy, world_size(), most, bool(args.gradient_checkpointing))
         if not any(self.optimizers):

@@ -62,7 +62,9 @@ from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
+from alignment.training.out_of_memory import memory_explained
 from alignment.training.preparation import GivenModels, place_for, plan_models
+from alignment.training.rehearsal import Rehearsal
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page, write_report
@@ -291,6 +293,7 @@ class AlignmentTrainer(TrainerSurface):
         with protected(self.output_dir, self.args), contextlib.ExitStack() as ends:
             checkpoint = self._enter_folder(asked, manifest)
             ends.enter_context(ending_in_status())
+            ends.enter_context(memory_explained(self.context, self.engines))
             loop, writer, resumed = self._load(data, sampler, checkpoint, manifest)
             with self.uploads.ending():
                 result = loop.run(evaluation_windows(self.context), writer, resumed)
@@ -335,7 +338,8 @@ class AlignmentTrainer(TrainerSurface):
         """
         try:
             with ACTIVITY("load"):
-                loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
+                rehearsal = Rehearsal(self.context, self.engines, data)
+                loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate, rehearsal)
                 self.engines.build(loop.total_steps)
                 resumed = None if checkpoint is None else self._restore(checkpoint, loop.total_steps, manifest)
                 writer = self._writer(checkpoint, manifest)
@@ -427,7 +431,7 @@ class AlignmentTrainer(TrainerSurface):
             metric_key_prefix: prefix of the names.
         """
         refuse_ignored_keys(ignore_keys)
-        with protected(self.output_dir, self.args):
+        with protected(self.output_dir, self.args), memory_explained(self.context, self.engines):
             return self._evaluate_sets(self._evaluation_data(eval_dataset), metric_key_prefix)
 
     def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.data.batching import AnyBatch
+from alignment.data.batching import AnyBatch, MicroBatches
 from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
@@ -53,6 +53,8 @@ class WindowPass:
 
     def __init__(self, method: AnyMethod, models: Models, phases: Phases, aux_coefficient: float | None) -> None:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
+        # The micro-batch that ran out of memory: its number of rows, and the number of tokens of each sequence.
+        self.failed: tuple[int, tuple[int, ...]] = (0, ())
         self._safe_point = SafePoint()
         self._again: Callable[[], None] | None = None
 
@@ -99,6 +101,7 @@ class WindowPass:
         train: bool,
         between: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
+        rehearses: bool = False,
     ) -> WindowResult:
         """Compute losses and metrics of the window; with ``train``, leave its gradient in the engine, not yet applied.
 
@@ -109,6 +112,7 @@ class WindowPass:
             train: accumulate gradients; the policy must be a :class:`PolicyEngine`.
             between: called after the backward pass of each micro-batch except the last.
             progress: advances with each micro-batch that is trained on or evaluated, not with those of prompts.
+            rehearses: compute the largest micro-batches of a run, see :meth:`largest`, instead of ``batches``.
 
         Raises:
             BadStep: if the loss is not finite in training; on every rank, before any weight has changed.
@@ -116,26 +120,43 @@ class WindowPass:
         """
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
             sums = MetricSums(self.names, self.device, first_rank=rank() == 0)
-            plan, batches = self.prepared(plan, batches, data, sums, train=train)
+            if rehearses:
+                plan, batches = self.largest(plan, data, train=train)
+            else:
+                plan, batches = self.prepared(plan, batches, data, sums, train=train)
             if progress is not None:
                 batches = progress.watch(batches, self.method.passes)
             watched = Watched(batches, self._safe_point)
-            window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
-            known = self.method.before_training(window)
-            losses: list[_Rows] = []
-            self._again = None
-            if train and self._engine.scales_loss:
-                self._again = functools.partial(self._repeat, rewinder(), known, window)
-            with self.phases("train" if train else "evaluate") as record:
-                if train:
-                    record.tokens += self._accumulate(known, window, losses, between)
-                else:
-                    record.tokens += self._evaluate(known, window, losses)
-                sum_over_ranks(sums.values)
+            try:
+                window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+                known = self.method.before_training(window)
+                losses: list[_Rows] = []
+                self._again = None
+                if train and self._engine.scales_loss:
+                    self._again = functools.partial(self._repeat, rewinder(), known, window)
+                with self.phases("train" if train else "evaluate") as record:
+                    if train:
+                        record.tokens += self._accumulate(known, window, losses, between)
+                    else:
+                        record.tokens += self._evaluate(known, window, losses)
+                    sum_over_ranks(sums.values)
+            except torch.OutOfMemoryError:
+                if (newest := watched.newest) is not None:
+                    self.failed = len(newest.rows), self.method.scored(newest).sizes
+                raise
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.sources)
         return WindowResult(items, plan.counts)
+
+    def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
+        """Return plan and batches to rehearse; a method that generates its own rows replaces them by its limits."""
+        return plan, MicroBatches(self.method.kind.collate, data.batched, plan, rank())
+
+    @contextlib.contextmanager
+    def rehearsing(self, data: PreparedData) -> Iterator[None]:
+        """Wrap a rehearsal; afterwards, everything is as before."""
+        yield
 
     @property
     def _engine(self) -> PolicyEngine:

@@ -119,7 +119,7 @@ def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
     policy = policy_engine(base, "stage2", "adamw", False)
     with policy.inference():
         policy.forward(collate(SEQUENCES[0], 20))
-    each = memory.completion_bytes(policy.scorer.model, 64)
+    each = memory.completion_bytes(policy.scorer.model.config, policy.scorer.model.dtype.itemsize, 64)
     to_come = bytes_to_come(policy.engine, CPU)
     whole = live_bytes() + to_come + int(3.5 * each / 0.8)
     assert 3.5 * each + 0.8 * to_come > 4 * each, "what is to come makes a difference"

@@ -246,7 +246,7 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
 
 def test_available_memory_is_measured(policy: PolicyEngine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = policy.scorer.model.config
-    each = memory.completion_bytes(policy.scorer.model, 100)
+    each = memory.completion_bytes(policy.scorer.model.config, policy.scorer.model.dtype.itemsize, 100)
     # 2 layers of 2 key-value heads of 8 each; one layer's activations; six vectors of the vocabulary. All in fp32.
     assert each == 100 * 4 * (2 * 2 * 2 * 8 + 6 * 32 + 3 * 48) + 6 * 4 * config.vocab_size
     divided = policy_engine(model, "stage3")
@@ -326,9 +326,9 @@ def test_sizes_of_transformers_cache(policy: Any, version: int | None, page: int
 def test_whole_pages_are_counted(policy: Any) -> None:
     """A page is allocated entirely, however few tokens it contains."""
     model, heads = policy.scorer.model, 2 * 2 * 2 * 8  # layers, keys and values, heads, their width
-    plain = memory.completion_bytes(model, 100)
-    assert memory.completion_bytes(model, 100, page=256) - plain == (512 - 100) * heads * 4
-    assert memory.completion_bytes(model, 300, page=256) - memory.completion_bytes(model, 300) == (768 - 300) * 256
+    plain = memory.completion_bytes(model.config, model.dtype.itemsize, 100)
+    assert memory.completion_bytes(model.config, model.dtype.itemsize, 100, page=256) - plain == (512 - 100) * heads * 4
+    assert memory.completion_bytes(model.config, model.dtype.itemsize, 300, page=256) - memory.completion_bytes(model.config, model.dtype.itemsize, 300) == (768 - 300) * 256
     made: dict[str, int] = {}
 
     def measured(*_: Any, **asked: Any) -> memory.Room:

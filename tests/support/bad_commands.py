@@ -53,6 +53,13 @@ OPTIONS = [
         ("early_stopping_patience=3: requires evaluations", "set eval_strategy"),
         {"early_stopping_patience": "3"},
     ),
+    Case(
+        "smaller micro-batches without a rehearsal",
+        ("auto_find_batch_size=True and memory_rehearsal='false'", "remove one of them"),
+        {"auto_find_batch_size": "true", "memory_rehearsal": "false"},
+    ),
+    Case("a rehearsal of another kind", ("memory_rehearsal='once': must be 'auto'",), {"memory_rehearsal": "once"}),
+    Case("some layers", ("gradient_checkpointing='some': must be true",), {"gradient_checkpointing": "some"}),
     Case("packing of another kind", ("pack='all': must be 'auto', 'true' or 'false'",), {"pack": "all"}),
     Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case(

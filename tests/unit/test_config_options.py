@@ -133,7 +133,12 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"method": "cpo"}, "method='cpo'"),
         (KTOConfig, {"sync_ref_model": True}, "sync_ref_model=True: "),
         (KTOConfig, {"activation_offloading": True}, "activation_offloading=True: "),
-        (KTOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True: "),
+        (
+            KTOConfig,
+            {"auto_find_batch_size": True, "memory_rehearsal": False},
+            "auto_find_batch_size=True and memory_r",
+        ),
+        (KTOConfig, {"gradient_checkpointing": "some"}, "gradient_checkpointing='some': must be true, false or auto"),
         (KTOConfig, {"fsdp": "full_shard"}, "fsdp='full_shard': FSDP is not supported; set deepspeed to zero3"),
         (KTOConfig, {"torch_compile": True}, "torch_compile=True: torch.compile is not supported"),
         (KTOConfig, {"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: embedding noise \(NEFTune\) is not"),
@@ -170,7 +175,7 @@ def test_every_default_of_the_feature_list() -> None:
         assert (options.max_length, options.window_size, options.gradient_accumulation_steps) == (1024, 8, 1)
         assert (options.learning_rate, options.num_train_epochs, options.max_grad_norm) == (1e-6, 3.0, 1.0)
         assert (options.lr_scheduler_type, options.seed, options.beta) == ("linear", 42, 0.1)
-        assert options.gradient_checkpointing is True and options.disable_dropout is True
+        assert options.gradient_checkpointing == "auto" and options.disable_dropout is True
     assert DPOConfig("out").losses == [("sigmoid", 1.0)]
     several = DPOConfig("out", loss_type=["sigmoid", "bco_pair", "sft"], label_smoothing=0.1)  # type: ignore[arg-type]
     assert several.losses == [("sigmoid", 1.0), ("bco_pair", 1.0), ("sft", 1.0)]
@@ -213,6 +218,7 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
         (KTOConfig, {"per_device_train_batch_size": 4.0}, {"per_device_train_batch_size": 4}),
         (KTOConfig, {"bf16": "none"}, {"bf16": None}),
         (KTOConfig, {"gradient_checkpointing": "yes"}, {"gradient_checkpointing": True}),
+        (KTOConfig, {"gradient_checkpointing": "Auto"}, {"gradient_checkpointing": "auto"}),
         (KTOConfig, {"max_completion_length": "null"}, {"max_completion_length": None}),
         (KTOConfig, {"model_init_kwargs": '{"a": [1, 2]}'}, {"model_init_kwargs": {"a": [1, 2]}}),
         (KTOConfig, {"deepspeed": json.dumps(STAGE_3)}, {"deepspeed": STAGE_3}),

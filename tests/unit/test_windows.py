@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.config.errors import OptionError
-from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler, evaluation_plan, set_partners
+from alignment.data.windows import (
+    MicroBatch,
+    RowTable,
+    WindowPlan,
+    WindowSampler,
+    evaluation_plan,
+    micro_tokens,
+    set_partners,
+)
 
 
 def make_table(rows: int, seed: int = 0, pairs: bool = False, desirable: int | None = None) -> RowTable:
@@ -53,6 +61,29 @@ def rows_of(plan: WindowPlan) -> list[int]:
 
 def epoch_of(sampler: WindowSampler, epoch: int = 0) -> list[WindowPlan]:
     return [sampler.plan(epoch, step) for step in range(sampler.steps_per_epoch)]
+
+
+@given(TABLES, WORLD, BATCH, st.integers(1, 3), TOKENS, st.booleans(), st.integers(1, 60))
+def test_the_largest_micro_batch_of_a_run(
+    table: RowTable, world: int, batch: int, passes: int, tokens: int | None, packs: bool, steps: int
+) -> None:
+    """Among all remaining windows, also of later epochs."""
+    sampler = make_sampler(table, world, batch, passes, max_tokens=tokens, packs=packs)
+    sampler.step = sampler.steps_per_epoch // 2
+    found, position = sampler.largest(steps), dataclasses.replace(sampler)
+    sizes: list[list[int]] = [[], []]
+    for _ in range(steps):
+        plan = position.plan(position.epoch, position.step)
+        for micro in range(len(plan.micro_batches)):
+            sizes[min(micro, 1)].append(micro_tokens(table, plan, micro, packs))
+        position.advance()
+    assert len(found.micro_batches) == len(found.longest) == len(found.longest_mismatched) == 1 + any(sizes[1])
+    for micro, known in enumerate(each for each in sizes if each):
+        size = micro_tokens(table, found, micro, packs)
+        assert 0.7 * max(known) <= size <= max(known)
+        if packs and tokens is None and micro == 0:
+            assert size == max(known), "rows are sorted by other lengths only if there are two of them"
+    assert (sampler.epoch, sampler.step) == (0, sampler.steps_per_epoch // 2)
 
 
 def test_a_last_window_of_one_row_has_no_partner() -> None:

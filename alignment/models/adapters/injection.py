@@ -94,7 +94,7 @@ def inject(
             _load(model, adapters)
     else:
         train_adapter(model, adapters.name)
-    _settle(model, adapters.name, dtype)
+    settle(model, adapters.name, dtype)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def _load(model: PreTrainedModel, adapters: Adapters) -> None:
     set_peft_model_state_dict(model, state, adapters.name)
 
 
-def _settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
+def settle(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
     """Cast the adapter called ``name``, and all other trainable parameters, to ``dtype``."""
     for parameter_name, parameter in model.named_parameters():
         wanted = f".{name}." in f"{parameter_name}." or parameter.requires_grad
@@ -140,7 +140,7 @@ def keep_given(model: PreTrainedModel, adapters: Adapters, *, ds_config: dict[st
     for name, parameter in model.named_parameters():
         if f".{REFERENCE}." in f"{name}.":
             parameter.requires_grad_(False)
-    _settle(model, REFERENCE, dtype)
+    settle(model, REFERENCE, dtype)
     return REFERENCE
 
 

@@ -1,0 +1,102 @@
+"""The ``plan`` command: the memory of a run by phase and part, calculated from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from alignment.cli.guarded import guarded
+from alignment.cli.parsing import Parser
+from alignment.cli.train import read_options
+from alignment.config.dtypes import Machine, planning_for
+from alignment.config.errors import OptionError, setting
+from alignment.engines.start_up import old_objects_spared, uncollected
+from alignment.run.ranks import world_size
+
+_ABOUT = """\
+Calculate the memory that a run needs on each GPU and on each host, by phase and part, from its configuration alone: no
+GPU is needed, and neither weights nor data are read. Takes the options of `train` and:
+
+  --gpu_memory GB     memory of each GPU, as it is sold: 24 [24]
+  --host_memory GB    memory of each host; unlimited by default
+  --gpus N            number of GPUs of each host [1]
+  --nodes N           number of hosts [1]
+  --tokens N          tokens of the longest sequence; what the options allow by default
+  --attention KERNEL  flash, efficient or math [flash]
+  --json              print the plan as JSON, in bytes
+"""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment plan") -> None:
+    """Print the plan, and exit with status 0, whether or not it fits, or 1 after an error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.exit(guarded(lambda: _run(arguments, program), use_cpu=True))
+
+
+def plan_parser(program: str) -> Parser:
+    """Return a parser of the options that ``train`` does not have."""
+    parser = Parser(prog=program, add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu_memory", type=_memory, default=24.0)
+    parser.add_argument("--host_memory", type=_memory, default=math.inf)
+    for name in ("--gpus", "--nodes"):
+        parser.add_argument(name, type=_number, default=1)
+    parser.add_argument("--tokens", type=_number)
+    parser.add_argument("--attention", choices=("flash", "efficient", "math"), default="flash")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _memory(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"expected gigabytes, from 1 to 10000, found {text}")
+    return value
+
+
+def _number(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text}")
+    return value
+
+
+def _run(arguments: list[str], program: str) -> None:
+    if world_size() > 1:
+        raise OptionError(f"{program} must run in a single process; start it without a launcher, and pass --gpus")
+    given, arguments = plan_parser(program).parse_known_args(arguments)
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_ABOUT, flush=True)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # do not use a GPU of this machine
+    with planning_for(Machine(given.gpus * given.nodes, cuda=True, reads_weights=False)):
+        with uncollected():
+            options = read_options(arguments, program, use_cpu=True)
+        if options.use_cpu:
+            raise OptionError(f"{setting('use_cpu', True)}: plan calculates the memory of GPUs; remove it")
+        with old_objects_spared():
+            _print(options, given)
+
+
+def _print(options: Any, given: argparse.Namespace) -> None:
+    from alignment.planning.advising import Adviser
+    from alignment.planning.plan import device_bytes
+    from alignment.planning.table import GB, as_json, lines
+
+    card, memory = device_bytes(given.gpu_memory), given.host_memory * GB
+    adviser = Adviser(copy.copy(options), given.gpus * given.nodes, given.nodes, given.attention, card, memory)
+    plan, longest, changes = adviser.plan(given.tokens)
+    if given.json:
+        found = as_json(plan, card, memory) | {"longest": longest, "changes": [dict(one.options) for one in changes]}
+        print(json.dumps(found, indent=2))
+        return
+    print("\n".join(lines(plan, card, memory)))
+    print(f"longest sequence that fits: {longest or 'none'}" + (" tokens" if longest else ""))
+    if not plan.fits(card, memory):
+        print("to make it fit:" if changes else "no change of options is known that makes it fit")
+        print("\n".join(f"  {change.describe()}" for change in changes))
+    print("Calculated; not confirmed on a GPU.")

@@ -1,0 +1,107 @@
+"""What DeepSpeed allocates on each GPU and in host memory for the weights that are trained.
+
+The figures were counted on engines of DeepSpeed 0.19.8 at stages 0 to 3, one and two ranks, bf16 and fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from alignment.config.deepspeed_keys import value_at
+from alignment.planning.gpu_terms import page_locked
+
+Parts: TypeAlias = dict[str, float]
+_FP32 = 4
+_FLATTENED = 500_000_000  # elements that DeepSpeed's engine flattens at a time to average gradients without ZeRO
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained.
+
+    Attributes:
+        numel: number of trained parameters.
+        widest: number of elements of the largest of them.
+        itemsize: bytes per element in the compute dtype.
+        states: bytes of optimizer states per parameter.
+        master: bytes per element of master weights.
+        accumulated: bytes per element of accumulated gradients; None if a window has a single micro-batch.
+        once: whether gradients are reduced once per window.
+    """
+
+    numel: int
+    widest: int
+    itemsize: int
+    states: float
+    master: int = _FP32
+    accumulated: int | None = None
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """Bytes of an engine without weights and activations, by part.
+
+    Attributes:
+        resident: at all times.
+        begun: in addition, when the backward pass of a window's last micro-batch begins.
+        complete: in addition to ``resident``, when it ends.
+        step: in addition to ``resident``, in the optimizer's step.
+        host: in host memory of this rank.
+    """
+
+    resident: Parts
+    begun: Parts
+    complete: Parts
+    step: Parts
+    host: Parts
+
+
+def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> EngineBytes:
+    """Return what an engine with this JSON allocates.
+
+    With n trained parameters of c bytes and R ranks, masters and states are those of n/R parameters at every stage but
+    0, where fp32 weights are their own masters. Gradients in the dtype of the weights are flattened, and copied to
+    fp32, in the step; at stage 3 for one sub-group at a time.
+    """
+    zero = config["zero_optimization"]
+    stage, n, c = int(zero["stage"]), trained.numel, trained.itemsize
+    share = n if stage == 0 else n / ranks
+    own = trained.accumulated or c
+    copied = 0 if own != c or trained.master != _FP32 else c + (_FP32 if c != _FP32 else 0)
+    bucket = min(n, int(value_at(config, "zero_optimization.reduce_bucket_size") or n)) * c
+    states = {"optimizer states": trained.states * share}
+    if stage > 0 or c != _FP32:
+        states["master weights"] = trained.master * share
+    if stage > 0 and value_at(config, "zero_optimization.offload_optimizer.device") == "cpu":
+        return _offloaded(stage, trained, states, share, bucket)
+    if stage == 0:
+        begun = {"gradients": n * c if trained.accumulated else 0}
+        step = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
+        return EngineBytes(states, begun, {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}, step, {})
+    if stage == 3:
+        group = min(share, max(int(zero.get("sub_group_size") or share), trained.widest))
+        resident = states | {"gradients": own * share, "buckets": bucket}
+        step = {"optimizer step": (_FP32 if own != c or c == _FP32 else _FP32 + c) * group}
+        # The gradient of the largest parameter exists next to that of the parameter that is reduced.
+        return EngineBytes(resident, {}, {"gradients": c * trained.widest}, step, {})
+    if stage == 1 or trained.once:  # full gradients, reduced at the end of the window
+        begun = {"gradients": own * n if trained.accumulated else 0}
+        complete = {"gradients": own * n + own * share, "buckets": bucket if trained.once else 0}
+    else:
+        buckets = bucket * (2 if zero.get("overlap_comm") else 1)
+        begun = {"gradients": own * share if trained.accumulated else 0, "buckets": buckets}
+        complete = {"gradients": own * share, "buckets": buckets}
+    return EngineBytes(states, begun, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
+
+
+def _offloaded(stage: int, trained: Trained, states: Parts, share: float, bucket: float) -> EngineBytes:
+    """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU."""
+    own = trained.accumulated or trained.itemsize
+    host = states | {"gradients": (_FP32 + own) * share}
+    host["page-locked rounding"] = sum(page_locked(size) - size for size in host.values())
+    full = own * trained.numel if stage < 3 and trained.once else 0
+    begun = {"gradients": full, "buckets": 2 * bucket}
+    complete = {"gradients": full + trained.itemsize * trained.widest, "buckets": 2 * bucket}
+    return EngineBytes({}, begun, complete, {}, host)

@@ -1,0 +1,467 @@
+"""The memory plan of a run: the peak of each phase on a GPU and on a host, by part, from the configuration alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from alignment.config.deepspeed_keys import value_at
+from alignment.config.errors import first_line
+from alignment.config.fields import keywords
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_online import OnlineOptions
+from alignment.engines.optimizers import step_bytes
+from alignment.models.source import ModelSource
+from alignment.planning.activations import Counting, Shape, Trend
+from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
+from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE, page_locked
+from alignment.planning.weights import Weights, weights_of
+from alignment.references.adapter import AdapterReferencePlan
+from alignment.references.engine import ReferencePlan
+from alignment.rollout.memory import completion_bytes
+
+if TYPE_CHECKING:
+    from alignment.planning.engines import EnginePlan
+    from alignment.training.method import AnyMethod
+
+PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
+Parts = dict[str, float]
+_STEP, _MOST = 64, 2**20  # tokens: resolution and limit of the longest sequences
+
+
+class NotPlanned(Exception):
+    """The memory of a run cannot be planned; the message says why."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Peaks of the phases of a run.
+
+    Attributes:
+        gpu: bytes on each GPU by phase and part.
+        host: bytes on each host by phase and part.
+        tokens: tokens of the longest sequence.
+        checkpointed: number of decoder layers that are recomputed in the backward pass, of all.
+        layers: number of decoder layers.
+    """
+
+    gpu: dict[str, Parts]
+    host: dict[str, Parts]
+    tokens: int
+    checkpointed: int
+    layers: int
+
+    def peak(self, phase: str | None = None, *, reserve: bool = False) -> int:
+        """Return the bytes on a GPU in a phase, or in the phase that needs the most."""
+        total = max(_total(parts) for name, parts in self.gpu.items() if phase in (None, name))
+        return int(total * (1 + RESERVE)) if reserve else int(total)
+
+    def host_peak(self) -> int:
+        """Return the bytes on a host in the phase that needs the most."""
+        return int(max(map(_total, self.host.values())))
+
+    def fits(self, card: float, memory: float = math.inf) -> bool:
+        """Whether all phases fit in the memory of a GPU, with the reserve, and of a host."""
+        return self.peak(reserve=True) <= card and self.host_peak() <= memory
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
+def added(*several: Mapping[str, float]) -> Parts:
+    """Return the sums of parts with the same names, without empty ones."""
+    total: Counter[str] = Counter()
+    for parts in several:
+        total.update(parts)  # type: ignore[arg-type]
+    return {name: size for name, size in total.items() if size >= 1}
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that only computes scores: a reference or a reward model.
+
+    Attributes:
+        name: ``reference`` or ``reward model``.
+        source: the model, with its quantization.
+        placement: where its weights are, see :mod:`alignment.engines.placement`.
+        phase: the phase in which it computes.
+        rows: sequences in a pass; None: those of a micro-batch.
+        alone: whether it is released before training starts.
+    """
+
+    name: str
+    source: ModelSource
+    placement: str
+    phase: str
+    rows: int | None = None
+    alone: bool = False
+
+
+@dataclass
+class Planner:
+    """Plans the memory of a run.
+
+    Args:
+        options: options of the run.
+        method: its method.
+        engines: its engine plan.
+        ranks: number of ranks, each with a GPU.
+        hosts: number of hosts.
+        rewards: its reward models.
+        kernel: attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
+        aux_loss: whether a load-balancing loss is computed.
+        scored: largest share of a sequence's tokens that is scored.
+    """
+
+    options: AlignmentConfig
+    method: AnyMethod
+    engines: EnginePlan
+    ranks: int
+    hosts: int = 1
+    rewards: tuple[Frozen, ...] = ()
+    kernel: str = "flash"
+    aux_loss: bool = False
+    scored: float = 1.0
+    _trends: dict[Any, Trend] = field(default_factory=dict)
+    _countings: dict[Any, Counting] = field(default_factory=dict)
+
+    @functools.cached_property
+    def weights(self) -> Weights | None:
+        """The weights of the policy."""
+        plan = self.engines
+        return weights_of(plan.source, plan.compute, plan.adapters, trained=True)
+
+    @property
+    def frozen(self) -> tuple[Frozen, ...]:
+        """The models that only compute scores."""
+        plan = self.engines.reference
+        if not isinstance(plan, ReferencePlan):
+            return self.rewards
+        reference = Frozen(
+            "reference", plan.source, plan.frozen.placement.name, "reference", alone=plan.precomputed
+        )
+        return (reference, *self.rewards)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the options and the model allow."""
+        positions = int(getattr(self.engines.source.config.get_text_config(), "max_position_embeddings", 0) or 0)
+        return int(getattr(self.options, "max_length", None) or 0) or positions or 4096
+
+    def plan(self, tokens: int | None = None, checkpointed: int | None = None) -> MemoryPlan:
+        """Return the plan for sequences of up to ``tokens`` tokens.
+
+        Args:
+            tokens: tokens of the longest sequence; None: what the options allow.
+            checkpointed: number of recomputed layers; None: what the options say, ``auto`` being all.
+
+        Raises:
+            NotPlanned: the model cannot be counted.
+        """
+        weights = self.weights
+        if weights is None or not weights.layers:
+            raise NotPlanned(f"the decoder layers of {self.engines.source.name} cannot be counted")
+        tokens = tokens or self.longest
+        if checkpointed is None:
+            checkpointed = weights.layers if self.options.gradient_checkpointing else 0
+        return _Assembly(self, weights, tokens, checkpointed).plan()
+
+    def longest_that_fits(self, card: float, memory: float = math.inf, checkpointed: int | None = None) -> int:
+        """Return the longest sequences that fit, within 2 %, a multiple of 64 tokens; 0 if none do.
+
+        Memory grows almost linearly with tokens, so that a few plans are sufficient.
+        """
+        low, high = _Point.of(self.plan(_STEP, checkpointed)), _Point.of(self.plan(32 * _STEP, checkpointed))
+        if not self.plan(_STEP, checkpointed).fits(card, memory):
+            return 0
+        fitting = _STEP
+        for _ in range(8):
+            guess = int(high.tokens + (card - high.bytes) * (high.tokens - low.tokens) / max(1, high.bytes - low.bytes))
+            guess = min(max(fitting, guess // _STEP * _STEP), _MOST)
+            low, high = high, _Point.of(self.plan(guess, checkpointed))
+            if high.bytes <= card:
+                fitting = max(fitting, guess)
+                if high.bytes >= 0.98 * card or guess == _MOST or guess == low.tokens:
+                    break
+        return fitting
+
+    def layers_to_recompute(self, card: float, tokens: int | None = None) -> int:
+        """Return the smallest number of recomputed layers with which the run fits; all of them if it never does."""
+        low, high = 0, self.plan(tokens).layers
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.plan(tokens, middle).fits(card) else (middle + 1, high)
+        return low
+
+    def activations(self, source: ModelSource, shape: Shape, *, gradients: bool, recomputed: bool = False) -> Trend:
+        """Return the peak of a pass of the policy, or of a frozen model, over a micro-batch."""
+        key = (id(source), shape, gradients, recomputed)
+        if key not in self._trends:
+            try:
+                self._trends[key] = self._counting(source)(shape, gradients=gradients, recomputed=recomputed)
+            except Exception as error:  # of many classes, from the model's own code
+                why = f"{source.name} cannot be computed on tensors without values: {first_line(error)}"
+                raise NotPlanned(why) from error
+        return self._trends[key]
+
+    def _counting(self, source: ModelSource) -> Counting:
+        """Return the stand-ins of a model, which are kept for further shapes."""
+        if id(source) not in self._countings:
+            options, policy = self.options, source is self.engines.source
+            arguments = {"use_reentrant": False} | dict(keywords(options.gradient_checkpointing_kwargs))
+            self._countings[id(source)] = Counting(
+                source,
+                self.engines.adapters if policy else None,
+                self.engines.compute,
+                self.kernel,
+                checkpointing=arguments,
+                dropout=not options.disable_dropout,
+                aux_loss=self.aux_loss and policy,
+            )
+        return self._countings[id(source)]
+
+
+class _Point(NamedTuple):
+    """The bytes on a GPU, with the reserve, at a number of tokens."""
+
+    tokens: int
+    bytes: int
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> _Point:
+        return cls(plan.tokens, plan.peak(reserve=True))
+
+
+@dataclass
+class _Assembly:
+    """Adds up the parts of each phase."""
+
+    planner: Planner
+    weights: Weights
+    tokens: int
+    checkpointed: int
+
+    def plan(self) -> MemoryPlan:
+        gpu = {"load": self._load(), "train": self._train(), "step": self._step(), "save": self._save()}
+        gpu["evaluate"] = self._scoring(self._evaluated)
+        if isinstance(self.planner.options, OnlineOptions):
+            gpu["rollout"] = self._rollout()
+        for model in self.planner.frozen:
+            gpu[model.phase] = self._frozen(model)
+        if isinstance(self.planner.engines.reference, AdapterReferencePlan):
+            gpu["reference"] = self._scoring(self._referenced)
+        gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
+        host = {name: self._host(name) for name in gpu}
+        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
+
+    # Shapes ---------------------------------------------------------------------------------------------------------
+
+    def _shape(self, rows: int, each: int) -> Shape:
+        sequences, budget = rows * each, self.planner.options.max_tokens_per_batch
+        if budget is not None:
+            sequences = min(sequences, max(each, budget // self.tokens))
+        return Shape(sequences, self.tokens, max(1, int(sequences * (self.tokens - 1) * self.planner.scored)))
+
+    @functools.cached_property
+    def _each(self) -> int:
+        return max(1, len(self.planner.method.completions)) if not self._online else 2
+
+    @property
+    def _online(self) -> bool:
+        return isinstance(self.planner.options, OnlineOptions)
+
+    @functools.cached_property
+    def _trained(self) -> Shape:
+        return self._shape(self.planner.options.per_device_train_batch_size, self._each)
+
+    @functools.cached_property
+    def _referenced(self) -> Shape:
+        partners = 2 if self.planner.method.draws_partners else 1
+        return self._shape(self.planner.options.per_device_train_batch_size, self._each * partners)
+
+    @functools.cached_property
+    def _evaluated(self) -> Shape:
+        options = self.planner.options
+        return self._shape(options.per_device_eval_batch_size or options.per_device_train_batch_size, self._each)
+
+    # Engines --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        return self.planner.engines.policy
+
+    @functools.cached_property
+    def _stage(self) -> int:
+        return int(self._config["zero_optimization"]["stage"])
+
+    @functools.cached_property
+    def _context(self) -> Parts:
+        if self.planner.kernel == "cpu":
+            return {}
+        return {"CUDA context": CONTEXT, "NCCL": NCCL if self.planner.ranks > 1 else 0}
+
+    @functools.cached_property
+    def _engine(self) -> EngineBytes:
+        options, dtypes = self.planner.options, self.planner.engines.dtypes
+        several = options.gradient_accumulation_steps > 1 or options.max_tokens_per_batch is not None
+        sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
+        named = value_at(self._config, "data_types.grad_accum_dtype")
+        wide = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(named), sizes[dtypes.accumulate])
+        if dtypes.accumulation_is_free and self._stage == 2 and not self._offloaded("optimizer"):
+            wide = 4
+        trained = Trained(
+            numel=self.weights.trained,
+            widest=self.weights.widest if self.planner.engines.adapters is None else 0,
+            itemsize=self.planner.engines.compute.itemsize,
+            states=step_bytes(options),
+            master=sizes[dtypes.master],
+            accumulated=wide if several else None,
+            once=several and self.planner.ranks > 1 and self._stage in (1, 2),
+        )
+        return engine_bytes(self._config, trained, self.planner.ranks)
+
+    def _offloaded(self, what: str) -> bool:
+        section = {"optimizer": "offload_optimizer", "weights": "offload_param"}[what]
+        return value_at(self._config, f"zero_optimization.{section}.device") == "cpu"
+
+    @functools.cached_property
+    def _policy(self) -> Parts:
+        """Weights of the policy that are always on a GPU."""
+        if self._stage < 3:
+            return self.weights.parts()
+        return {} if self._offloaded("weights") else self.weights.parts(1 / self.planner.ranks)
+
+    def _live(self, weights: Weights, config: dict[str, Any], ranks: int) -> Parts:
+        """Weights that ZeRO-3 has gathered at the same time: those of a layer, and what is fetched in advance."""
+        zero = config["zero_optimization"]
+        offloaded = value_at(config, "zero_optimization.offload_param.device") == "cpu"
+        if int(zero["stage"]) < 3 or (ranks == 1 and not offloaded):
+            return {}
+        each = weights.base / weights.numel
+        ahead = min(weights.numel, int(zero.get("stage3_prefetch_bucket_size") or 0))
+        return {"gathered layers": each * min(weights.numel, max(weights.layer, weights.widest) + ahead)}
+
+    @functools.cached_property
+    def _others(self) -> Parts:
+        """Frozen models that are on a GPU at all times."""
+        return added(*(self._placed(model) for model in self.planner.frozen if not model.alone))
+
+    def _placed(self, model: Frozen) -> Parts:
+        weights = weights_of(model.source, self.planner.engines.compute)
+        share = {"replica": 1.0, "sharded": 1 / self.planner.ranks, "offload": 0.0}[model.placement]
+        return {model.name: 0.0 if weights is None else weights.base * share}
+
+    @functools.cached_property
+    def _always(self) -> Parts:
+        return added(self._policy, self._engine.resident, self._others)
+
+    # Phases ---------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Parts:
+        compute = self.planner.engines.compute.itemsize
+        whole = self._stage < 3 or self.weights.packed > 0
+        read = max(self.weights.layer, self.weights.widest) * compute if self.weights.packed else self.weights.widest * compute
+        held = self.weights.parts() if whole else self._policy
+        return added(held, {"reading": read}, self._others)
+
+    def _train(self) -> Parts:
+        """The peak is at the start of the backward pass, with all activations, or at its end, with all gradients."""
+        source, layers = self.planner.engines.source, self.weights.layers
+        live = self._live(self.weights, self._config, self.planner.ranks)
+        k = self.checkpointed
+        peaks = []
+        if k > 0:
+            trend = self.planner.activations(source, self._trained, gradients=True, recomputed=True)
+            peaks.append((trend, k))
+        if k < layers:
+            peaks.append((self.planner.activations(source, self._trained, gradients=True), layers - k))
+        kept = {} if k in (0, layers) else {"layers": self._recomputed_layer(peaks[0][0]) * k}
+        starts = [trend.of(count) for trend, count in peaks]
+        if kept:
+            starts[1] = added(starts[1], kept)
+        ends = peaks[0][0].of(1)
+        return max(
+            *(added(self._always, self._engine.begun, live, start) for start in starts),
+            added(self._always, self._engine.complete, live, ends),
+            key=_total,
+        )
+
+    @staticmethod
+    def _recomputed_layer(trend: Trend) -> float:
+        return float(sum(trend.each.values()))
+
+    def _step(self) -> Parts:
+        return added(self._always, self._engine.step)
+
+    def _save(self) -> Parts:
+        return added(self._always, {"gathered layers": self.weights.widest * self.planner.engines.compute.itemsize} if self._stage == 3 else {})
+
+    def _scoring(self, shape: Shape) -> Parts:
+        """A pass of the policy without gradients."""
+        trend = self.planner.activations(self.planner.engines.source, shape, gradients=False)
+        live = self._live(self.weights, self._config, self.planner.ranks)
+        return added(self._always, live, trend.of(self.weights.layers))
+
+    def _frozen(self, model: Frozen) -> Parts:
+        weights = weights_of(model.source, self.planner.engines.compute)
+        shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
+        if weights is None:
+            return self._always
+        trend = self.planner.activations(model.source, shape, gradients=False)
+        held = added(self._placed(model)) if model.alone else self._always
+        live = {} if model.placement == "replica" else self._live(weights, self._zero3(model.placement), self.planner.ranks)
+        return added(held, live, trend.of(weights.layers))
+
+    @staticmethod
+    def _zero3(placement: str) -> dict[str, Any]:
+        offload = {"offload_param": {"device": "cpu"}} if placement == "offload" else {}
+        return {"zero_optimization": {"stage": 3, **offload}}
+
+    def _rollout(self) -> Parts:
+        options = self.planner.options
+        assert isinstance(options, OnlineOptions)
+        config, rows = self.planner.engines.source.config, options.rollout_batch_size or 2
+        gathered = 0.0
+        if self._stage == 3:
+            whole = options.ds3_gather_for_generation is not False
+            gathered = self.weights.base if whole else sum(self._live(self.weights, self._config, self.planner.ranks).values())
+        cache = rows * completion_bytes(config, self.planner.engines.compute.itemsize, options.max_length)
+        return added(self._always, {"gathered layers": gathered, "KV cache": cache})
+
+    def _host(self, phase: str) -> Parts:
+        """Bytes on a host, of all its ranks."""
+        here = -(-self.planner.ranks // self.planner.hosts)
+        parts: Parts = {"processes": HOST_PROCESS}
+        parts |= self._engine.host
+        if self._stage == 3 and self._offloaded("weights"):
+            parts["weights"] = page_locked(self.weights.base / self.planner.ranks)
+        for model in self.planner.frozen:
+            weights = weights_of(model.source, self.planner.engines.compute)
+            if model.placement == "offload" and weights is not None:
+                parts[model.name] = page_locked(weights.base / self.planner.ranks)
+        parts = {name: size * here for name, size in parts.items()}
+        if phase == "save" and self._stage == 3:
+            parts["gathered weights"] = self.weights.base if self.planner.engines.adapters is None else self.weights.adapters
+        return added(parts)
+
+
+def device_bytes(gigabytes: float) -> float:
+    """Return the bytes of a GPU sold as having this many GB that a process can use."""
+    from alignment.planning.gpu_terms import USABLE
+
+    return gigabytes * 1e9 * USABLE
+
+
+def frozen_rewards(classifiers: Iterable[Any], options: AlignmentConfig) -> tuple[Frozen, ...]:
+    """Return the reward models of a run."""
+    rows = getattr(options, "reward_batch_size", None) or 2 * options.per_device_train_batch_size
+    return tuple(
+        Frozen("reward model", replace(one.source), one.frozen.placement.name, "score", rows) for one in classifiers
+    )

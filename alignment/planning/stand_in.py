@@ -1,0 +1,172 @@
+"""A model without weights that allocates what the real one would: modules and shapes on fake tensors.
+
+The memory of a pass is counted on it before anything is loaded. Fake tensors have sizes and no values, so a layer of
+70B parameters costs nothing. They are *CPU* tensors: torch without CUDA cannot run autograd on fake CUDA tensors.
+What a GPU allocates differently has a stand-in: 4-bit layers and attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, PreTrainedModel
+
+from alignment.models.adapters.injection import settle
+from alignment.models.adapters.record import Adapters, with_initialization
+from alignment.models.quantization import Quantization, converted_to_4bit
+from alignment.models.scorer import Scorer
+from alignment.models.source import ModelSource
+from alignment.planning.gpu_terms import attention_backward
+from alignment.planning.live import tagged
+
+KERNELS = ("flash", "efficient", "math", "cpu")
+ATTENTION = "memory_plan_"  # with the name of a kernel: a function that is registered with transformers
+
+
+def stand_in(
+    source: ModelSource, adapters: Adapters | None, dtype: torch.dtype, layers: int, *, aux_loss: bool = False
+) -> Scorer:
+    """Build the scorer of a run on torch's meta device, with fewer decoder layers.
+
+    Args:
+        source: the model, with its quantization.
+        adapters: the adapters to inject; None for a fully trained or a frozen model.
+        dtype: dtype of all weights that are not quantized.
+        layers: number of decoder layers.
+        aux_loss: whether the load-balancing loss of a mixture of experts is computed.
+    """
+    config = copy.deepcopy(source.config)
+    config.__dict__.pop("quantization_config", None)
+    shorten(config.get_text_config(), layers)
+    with torch.device("meta"):
+        model: PreTrainedModel = source.task.auto.from_config(config, attn_implementation="sdpa")
+    model.to(dtype)
+    if source.quantization is not None and source.quantization.bits == 4:
+        converted_to_4bit(model, source.quantization)
+    scorer = source.task.scorer(model, aux_loss)
+    if adapters is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
+            model.add_adapter(with_initialization(copy.deepcopy(adapters.config), True), adapters.name)
+        settle(model, adapters.name, dtype)
+    if source.quantization is not None and source.quantization.bits == 4:
+        _replace_packed(model, source.quantization)
+    return scorer
+
+
+def shorten(config: Any, layers: int) -> None:
+    """Reduce a configuration to its first decoder layers."""
+    config.num_hidden_layers = layers
+    for name, value in list(vars(config).items()):
+        if name in ("layer_types", "mlp_layer_types", "no_rope_layers") and isinstance(value, list):
+            setattr(config, name, value[:layers])
+
+
+def materialize(scorer: Scorer) -> None:
+    """Move a model from the meta device to fake tensors; call it within a ``FakeTensorMode``."""
+    trained = {name for name, parameter in scorer.named_parameters() if parameter.requires_grad}
+    scorer.to_empty(device="cpu")
+    scorer.model.tie_weights()
+    for name, parameter in scorer.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+class PackedLinear(nn.Module):
+    """Allocates like ``bitsandbytes.nn.Linear4bit`` on a GPU: packed bytes, scales, and a full copy in each pass."""
+
+    def __init__(self, linear: Any, quantization: Quantization) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        numel = self.in_features * self.out_features
+        self.nested = bool(quantization.config.bnb_4bit_use_double_quant)
+        with torch.device("meta"):
+            self.weight = nn.Parameter(torch.empty(-(-numel // 2), dtype=torch.uint8), requires_grad=False)
+            self.register_buffer("scales", torch.empty(scale_bytes(numel, self.nested), dtype=torch.uint8))
+        self.bias = linear.bias
+        self.compute_dtype = linear.compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out); see ``bitsandbytes.autograd.MatMul4Bit``."""
+        return _PackedProduct.apply(x, self.weight, self.bias, (self.out_features, self.in_features), self.nested)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scale_bytes(numel: int, nested: bool) -> int:
+    """Return the bytes of the quantization constants of ``numel`` weights: an fp32 scale per 64, or nested ones."""
+    blocks = -(-numel // 64)
+    return blocks + 4 * -(-blocks // 256) + 256 * 4 + 4 if nested else 4 * blocks
+
+
+def _unpacked(x: Tensor, shape: tuple[int, int], nested: bool) -> Tensor:
+    blocks = -(-shape[0] * shape[1] // 64)
+    with tagged("dequantized weights"):
+        scales = x.new_empty(blocks if nested else 0, dtype=torch.float32)  # noqa: F841 - exists next to the copy
+        return x.new_empty(shape)
+
+
+class _PackedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, int], nested: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.nested = shape, nested
+        return nn.functional.linear(x, _unpacked(x, shape, nested), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ _unpacked(grad, ctx.shape, ctx.nested), None, None, None, None
+
+
+def _replace_packed(model: nn.Module, quantization: Quantization) -> None:
+    import bitsandbytes as bnb
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bnb.nn.Linear4bit):
+            model.set_submodule(name, PackedLinear(module, quantization))
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates like a fused attention kernel: the output and one fp32 value per token and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
+        ctx.kernel = kernel
+        output = torch.empty_like(query)
+        normalizer = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normalizer)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        with tagged("attention's backward"):
+            temporary = grad.new_empty(attention_backward(ctx.kernel, query, key), dtype=torch.uint8)  # noqa: F841
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attend(
+    kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: (B, heads, T, d) -> (B, T, heads, d)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and kernel in ("efficient", "math"):  # these kernels have no grouped queries
+        key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    if kernel in ("flash", "efficient"):
+        output: Tensor = _Attention.apply(query, key, value, kernel)  # type: ignore[no-untyped-call]
+    else:
+        backend = SDPBackend.MATH if kernel == "math" else SDPBackend.FLASH_ATTENTION
+        with sdpa_kernel(backend):
+            output = nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1 and kernel == "cpu"
+            )
+    return output.transpose(1, 2).contiguous(), None
+
+
+for _kernel in KERNELS:
+    AttentionInterface.register(ATTENTION + _kernel, functools.partial(_attend, _kernel))
