@@ -327,8 +327,14 @@ def test_whole_pages_are_counted(policy: Any) -> None:
     """A page is allocated entirely, however few tokens it contains."""
     model, heads = policy.scorer.model, 2 * 2 * 2 * 8  # layers, keys and values, heads, their width
     plain = memory.completion_bytes(model.config, model.dtype.itemsize, 100)
-    assert memory.completion_bytes(model.config, model.dtype.itemsize, 100, page=256) - plain == (512 - 100) * heads * 4
-    assert memory.completion_bytes(model.config, model.dtype.itemsize, 300, page=256) - memory.completion_bytes(model.config, model.dtype.itemsize, 300) == (768 - 300) * 256
+    assert (
+        memory.completion_bytes(model.config, model.dtype.itemsize, 100, page=256) - plain == (512 - 100) * heads * 4
+    )
+    assert (
+        memory.completion_bytes(model.config, model.dtype.itemsize, 300, page=256)
+        - memory.completion_bytes(model.config, model.dtype.itemsize, 300)
+        == (768 - 300) * 256
+    )
     made: dict[str, int] = {}
 
     def measured(*_: Any, **asked: Any) -> memory.Room:

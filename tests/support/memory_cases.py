@@ -45,6 +45,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 _PAIRED = ("CPO", "DPO", "OnlineDPO", "Reward")
 _TOKENS = 1024  # maximum number of tokens of a micro-batch, so that a measurement takes seconds
 _GENERATED = 256  # maximum length of a sequence that is generated
+_SHORT = 4  # tokens of a prompt
 _FIRST, _LAST = 5, 50  # token IDs of letters
 
 
@@ -53,9 +54,9 @@ class MemoryCase:
     """A run: its values of :data:`FACTORS`, and sizes.
 
     Attributes:
-        rows: number of rows of a micro-batch; each has ``length`` tokens, prompt included, in its longest sequence.
+        rows: number of rows of a micro-batch. Each sequence has ``length`` tokens, prompt included, the most that the
+            options allow: a plan is that of the largest micro-batch.
         prompt: tokens of each prompt.
-        rejected: tokens of each rejected completion; chosen ones have ``length - prompt``.
         hidden, layers, vocabulary, tied: sizes of the model.
     """
 
@@ -71,7 +72,6 @@ class MemoryCase:
     architecture: str
     rows: int
     prompt: int
-    rejected: int
     hidden: int
     layers: int
     vocabulary: int
@@ -93,8 +93,8 @@ class MemoryCase:
             seed=seed,
             **drawn,
             rows=rows,
-            prompt=prompt,
-            rejected=rng.randint((length - prompt) // 2, length - prompt),
+            # Packed pairs share their prompt, so that their micro-batch is only the largest if it is short.
+            prompt=_SHORT if drawn["packed"] and sequences > 1 else prompt,
             hidden=rng.choice((128, 192, 256)),
             layers=rng.randint(4, 8),
             vocabulary=rng.choice((2048, 4096, 8192, 32768)),
@@ -105,6 +105,11 @@ class MemoryCase:
     def name(self) -> str:
         """A name for tests and folders."""
         return f"{self.seed}-{self.architecture}-{self.method}-{self.training}-zero{self.stage}"
+
+    @property
+    def completion(self) -> int:
+        """Tokens of each completion."""
+        return self.length - self.prompt
 
     @property
     def checkpointed(self) -> int:
@@ -173,7 +178,7 @@ class MemoryCase:
 
         made = []
         for number in range(4 * self.rows * self.ranks):
-            prompt, chosen, rejected = ids(self.prompt), ids(self.length - self.prompt), ids(self.rejected)
+            prompt, chosen, rejected = ids(self.prompt), ids(self.completion), ids(self.completion)
             if self.method == "OnlineDPO":
                 made.append({"prompt": "".join(rng.choices("cdefgh", k=self.prompt))})  # a token per letter
             elif self.method == "KTO":
@@ -212,7 +217,7 @@ class MemoryCase:
         if self.training != "full":
             options |= {"use_peft": True, "lora_r": 8, "lora_dropout": 0.0, "load_in_4bit": self.training == "4-bit"}
         if self.method == "OnlineDPO":
-            options |= {"max_new_tokens": self.length - self.prompt, "rollout_batch_size": 2 * self.rows}
+            options |= {"max_new_tokens": self.completion, "rollout_batch_size": 2 * self.rows}
             options |= {"reward_funcs": f"{Path(__file__).parent / 'drivers' / 'memory_runs.py'}:reward"}
         return options | more
 

@@ -29,8 +29,7 @@ from alignment.cli.guarded import guarded
 from alignment.data.batching import packed
 from alignment.engines.phases import PhaseRecord, Phases
 from alignment.models.checking import why_not_packed
-from alignment.models.loading import enable_checkpointing
-from alignment.models.partitioning import decoder_layers
+from alignment.models.loading import checkpoint_first, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.run.ranks import rank
 from alignment.training import run_engines
@@ -40,16 +39,6 @@ from alignment.training.trainer import AlignmentTrainer
 def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """The reward function of Online DPO: no two completions of a prompt have the same."""
     return [float(sum(place * ord(letter) for place, letter in enumerate(text, 1)) % 997) for text in completions]
-
-
-def checkpoint_first(model: Any, kwargs: Any, count: int) -> None:
-    """Recompute the first ``count`` decoder layers only."""
-    if count:
-        enable_checkpointing(model, kwargs)
-    for layer in decoder_layers(model)[count:]:
-        for module in layer.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = False
 
 
 def trainer_of(case: MemoryCase, folder: Path, **options: Any) -> AlignmentTrainer:
@@ -86,14 +75,11 @@ def with_engine(case: MemoryCase, folder: Path, allocations: Allocations) -> Non
     trainer = trainer_of(case, folder)
     allocations.begin()
 
-    def enable(model: Any, kwargs: Any) -> None:
-        checkpoint_first(model, kwargs, case.checkpointed)
+    def first(model: Any, layers: int | None) -> tuple[int, int]:
+        return checkpoint_first(model, case.checkpointed)
 
-    with (
-        contextlib.closing(trainer),
-        phases_of(allocations),
-        mock.patch.object(run_engines, "enable_checkpointing", enable),
-    ):
+    checkpointing = mock.patch("alignment.training.checkpointing.checkpoint_first", first)
+    with contextlib.closing(trainer), phases_of(allocations), checkpointing:
         trainer.train()
         assert trainer.state.global_step == 2
         trainer.evaluate()
@@ -108,7 +94,9 @@ def without_engine(case: MemoryCase, folder: Path, allocations: Allocations) -> 
         with allocations.phase("load"):
             scorer: Scorer = trainer.engines._scorer(trainer.planned.engines.policy)
         packs = case.packed and why_not_packed(scorer, torch.device("cpu")) is None
-        checkpoint_first(scorer.model, {}, case.checkpointed)
+        if case.checkpointed:
+            enable_checkpointing(scorer.model, {})
+            checkpoint_first(scorer.model, case.checkpointed)
         batch = sequences_of(case, trainer)
         assert max(batch.sizes) == case.length
         batch = packed(batch, scorer.balancing_loss is None) if packs else batch
@@ -137,7 +125,7 @@ def sequences_of(case: MemoryCase, trainer: AlignmentTrainer) -> Any:
     if case.method == "OnlineDPO":
         from alignment.data.kinds.pairs import collate_pairs
 
-        completions = [[3 + number] * (case.length - case.prompt) for number in range(2)]
+        completions = [[3 + number] * case.completion for number in range(2)]
         batch = collate_pairs(batch.rows, [(list(prompt), *completions) for prompt in batch.prompts], 0)
         return batch.pairs
     return trainer.method.scored(batch)
