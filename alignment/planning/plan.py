@@ -28,7 +28,6 @@ from alignment.rollout.memory import completion_bytes
 
 if TYPE_CHECKING:
     from alignment.planning.engines import EnginePlan
-    from alignment.training.method import AnyMethod
 
 PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
 Parts = dict[str, float]
@@ -110,9 +109,10 @@ class Planner:
 
     Args:
         options: options of the run.
-        method: its method.
         engines: its engine plan.
         ranks: number of ranks, each with a GPU.
+        sequences: sequences of a row that are trained on: 2 for pairs.
+        referenced: sequences of a row that the reference scores.
         hosts: number of hosts.
         rewards: its reward models.
         kernel: attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
@@ -121,9 +121,10 @@ class Planner:
     """
 
     options: AlignmentConfig
-    method: AnyMethod
     engines: EnginePlan
     ranks: int
+    sequences: int = 2
+    referenced: int = 2
     hosts: int = 1
     rewards: tuple[Frozen, ...] = ()
     kernel: str = "flash"
@@ -270,26 +271,17 @@ class _Assembly:
         return Shape(sequences, self.tokens, max(1, int(sequences * (self.tokens - 1) * self.planner.scored)))
 
     @functools.cached_property
-    def _each(self) -> int:
-        return max(1, len(self.planner.method.completions)) if not self._online else 2
-
-    @property
-    def _online(self) -> bool:
-        return isinstance(self.planner.options, OnlineOptions)
-
-    @functools.cached_property
     def _trained(self) -> Shape:
-        return self._shape(self.planner.options.per_device_train_batch_size, self._each)
+        return self._shape(self.planner.options.per_device_train_batch_size, self.planner.sequences)
 
     @functools.cached_property
     def _referenced(self) -> Shape:
-        partners = 2 if self.planner.method.draws_partners else 1
-        return self._shape(self.planner.options.per_device_train_batch_size, self._each * partners)
+        return self._shape(self.planner.options.per_device_train_batch_size, self.planner.referenced)
 
     @functools.cached_property
     def _evaluated(self) -> Shape:
         options = self.planner.options
-        return self._shape(options.per_device_eval_batch_size or options.per_device_train_batch_size, self._each)
+        return self._shape(options.per_device_eval_batch_size or options.per_device_train_batch_size, self.planner.sequences)
 
     # Engines --------------------------------------------------------------------------------------------------------
 
