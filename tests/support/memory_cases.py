@@ -112,6 +112,13 @@ class MemoryCase:
         return self.length - self.prompt
 
     @property
+    def scored(self) -> float:
+        """The share of a sequence's tokens, without the first, that is scored."""
+        if self.method == "Reward":
+            return 1 / (self.length - 1)
+        return 1.0 if self.method == "SFT" else self.completion / (self.length - 1)
+
+    @property
     def checkpointed(self) -> int:
         """The number of layers that are recomputed in the backward pass: the first ones."""
         return {"none": 0, "half": self.layers // 2, "all": self.layers}[self.checkpointing]

@@ -1,9 +1,10 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
-Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits"}]}``. Rank N writes
-``{"SEED-engine": {"peaks", "after"}}`` to ``rankN.json`` beside it: bytes beyond those in use before the model was
-loaded, at the peak and at the end of each phase. With an engine, the trainer runs from loading to two steps and an
-evaluation. Without one, the model that the trainer loads computes one micro-batch forward and backward.
+Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits", "only_plan"}]}``. Rank N writes
+``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside it: what the plan says, and bytes beyond
+those in use before the model was loaded, at the peak and at the end of each phase. With an engine, the trainer runs
+from loading to two steps and an evaluation. Without one, the model that the trainer loads computes one micro-batch
+forward and backward.
 
 To find what makes a peak, run it again with ``limits``, such as ``{"train": PEAK - 1}``: the operation that reaches
 the peak raises an error.
@@ -21,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support import memory_predictions
 from support.allocations import Allocations
 from support.memory_cases import MemoryCase
 
@@ -70,9 +72,8 @@ def phases_of(allocations: Allocations) -> Iterator[None]:
         yield
 
 
-def with_engine(case: MemoryCase, folder: Path, allocations: Allocations) -> None:
+def with_engine(case: MemoryCase, trainer: AlignmentTrainer, allocations: Allocations) -> None:
     """Train two steps and evaluate."""
-    trainer = trainer_of(case, folder)
     allocations.begin()
 
     def first(model: Any, layers: int | None) -> tuple[int, int]:
@@ -85,10 +86,8 @@ def with_engine(case: MemoryCase, folder: Path, allocations: Allocations) -> Non
         trainer.evaluate()
 
 
-def without_engine(case: MemoryCase, folder: Path, allocations: Allocations) -> None:
+def without_engine(case: MemoryCase, trainer: AlignmentTrainer, allocations: Allocations) -> None:
     """Load the model, and compute one micro-batch: without gradients, and forward and backward."""
-    options = case.options(folder)["deepspeed"]
-    trainer = trainer_of(case, folder, deepspeed={"zero_optimization": {**options["zero_optimization"], "stage": 0}})
     allocations.begin()
     with contextlib.closing(trainer):
         with allocations.phase("load"):
@@ -140,15 +139,20 @@ def main() -> None:
     for run in given["runs"]:
         case = MemoryCase.of(run["seed"])
         name = f"{case.seed}-{'engine' if run['engine'] else 'model'}"
-        folder = spec.parent / name
+        further = {} if run["engine"] else {"deepspeed": {"zero_optimization": {"stage": 0}}}
+        trainer = trainer_of(case, spec.parent / name, **further)
+        kind = memory_predictions.with_engine if run["engine"] else memory_predictions.without_engine
+        found[name] = {"planned": kind(case, trainer)}
+        if run.get("only_plan"):
+            continue
         with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
             try:
-                (with_engine if run["engine"] else without_engine)(case, folder, allocations)
+                (with_engine if run["engine"] else without_engine)(case, trainer, allocations)
             except torch.OutOfMemoryError:
                 traceback.print_exc()
                 print("blocks in use:", allocations.blocks()[:100], file=sys.stderr)
                 raise
-        found[name] = {"peaks": allocations.peaks, "after": allocations.after}
+        found[name] |= {"peaks": allocations.peaks, "after": allocations.after}
     (spec.parent / f"rank{rank()}.json").write_text(json.dumps(found))
 
 
