@@ -1,0 +1,51 @@
+"""What the memory plan says about the runs of :mod:`memory_cases`: bytes of each phase, by part."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from alignment.planning import plan as planning
+from alignment.planning.engine_bytes import EngineBytes
+from alignment.planning.plan import Planner
+from alignment.training.trainer import AlignmentTrainer
+from support.memory_cases import MemoryCase
+
+Phases = dict[str, dict[str, float]]
+
+
+def planner_of(case: MemoryCase, trainer: AlignmentTrainer) -> Planner:
+    """Return the planner of a trainer's run, on the CPU's attention kernel: without what only a GPU allocates."""
+    each = 2 if case.method in ("CPO", "DPO", "OnlineDPO", "Reward") else 1
+    return Planner(
+        options=trainer.args,
+        engines=trainer.planned.engines,
+        ranks=case.ranks,
+        sequences=each,
+        referenced=2 if case.method == "KTO" else each,
+        kernel="cpu",
+        aux_loss=trainer.planned.aux_coefficient is not None,
+        scored=case.scored,
+    )
+
+
+def with_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
+    """Return the plan of the run."""
+    return planner_of(case, trainer).plan(case.length, case.checkpointed).gpu
+
+
+def without_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
+    """Return the plan of the same pass without an engine: gradients have the dtype of the weights."""
+    planner = planner_of(case, trainer)
+    weights = planner.weights
+    assert weights is not None
+    gradients: dict[str, Any] = {"gradients": weights.trained * trainer.planned.engines.compute.itemsize}
+
+    class Alone(planning._Assembly):
+        _engine = functools.cached_property(lambda self: EngineBytes({}, {}, gradients, {}, {}))  # type: ignore[assignment]
+        _others = functools.cached_property(lambda self: {})  # type: ignore[assignment]
+
+    Alone._engine.__set_name__(Alone, "_engine")
+    Alone._others.__set_name__(Alone, "_others")
+    assembly = Alone(planner, weights, case.length, case.checkpointed)
+    return {"load": assembly._load(), "train": assembly._train(), "evaluate": assembly._scoring(assembly._evaluated)}
