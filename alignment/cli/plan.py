@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from alignment.cli.guarded import guarded
-from alignment.cli.parsing import Parser
+from alignment.cli.parsing import Parser, gigabytes
 from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import ModelError, OptionError, setting
@@ -43,21 +43,14 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def plan_parser(program: str) -> Parser:
     """Return a parser of the options that ``train`` does not have."""
     parser = Parser(prog=program, add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu_memory", type=_memory, default=24.0)
-    parser.add_argument("--host_memory", type=_memory, default=math.inf)
+    parser.add_argument("--gpu_memory", type=gigabytes, default=24.0)
+    parser.add_argument("--host_memory", type=gigabytes, default=math.inf)
     for name in ("--gpus", "--nodes"):
         parser.add_argument(name, type=_number, default=1)
     parser.add_argument("--tokens", type=_number)
     parser.add_argument("--attention", choices=("flash", "efficient", "math"), default="flash")
     parser.add_argument("--json", action="store_true")
     return parser
-
-
-def _memory(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 10_000:
-        raise argparse.ArgumentTypeError(f"expected gigabytes, from 1 to 10000, found {text}")
-    return value
 
 
 def _number(text: str) -> int:

@@ -5,21 +5,31 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from alignment.config.dtypes import planned
 from alignment.config.errors import AlignmentError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
+from alignment.engines.memory import ranks_of_host
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.planning.changes import Change, possible, sufficient
 from alignment.planning.engines import EnginePlan, plan_engines
+from alignment.planning.gpu_terms import usable_bytes
+from alignment.planning.memory import smallest_card
 from alignment.planning.plan import Frozen, MemoryPlan, NotPlanned, Planner
+from alignment.planning.table import GB, lines, verdict
+from alignment.run.ranks import tell, world_size
 from alignment.training.arguments import balancing_coefficient
 
 if TYPE_CHECKING:
     from alignment.training.method import AnyMethod
+    from alignment.training.preparation import PlannedModels
 
 
 @dataclass
@@ -136,6 +146,28 @@ class RunPlan:
             lambda change: self._with(dict(change.options)).longest,
         )
 
+    def lines(self) -> Iterator[str]:
+        """Yield the plan as a table, and if the run does not fit, the changes with which it does."""
+        yield from lines(self.plan, self.card, self.memory)
+        if not self.fits:
+            yield from ("with one of these it fits:", *(f"  {change}" for change in self.changes()))
+
+    def describe(self) -> str:
+        """Return a line for the start of a run, with the changes if it does not fit."""
+        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}"
+        if self.fits:
+            return text
+        return f"warning: {text}; with one of these it fits: {'; '.join(self.changes()) or 'no known change'}"
+
+    def compared(self, phases: Mapping[str, Mapping[str, float]]) -> str:
+        """Return the predicted and the measured peak of each phase, from the totals of phases."""
+        found = (
+            f"{name} {self.peak(name) / GB:.2f} and {phases[name]['peak_bytes'] / GB:.2f} GB"
+            for name in self.plan.gpu
+            if phases.get(name, {}).get("peak_bytes")
+        )
+        return f"predicted and measured: {', '.join(found)}"
+
     def changes(self) -> list[str]:
         """Return a line for each of :attr:`sufficient_changes`."""
         return [change.describe() for change in self.sufficient_changes]
@@ -154,3 +186,44 @@ class RunPlan:
         source = model_source(path, "reward_model_path", self.options, task=CLASSIFIER)
         rows = self.options.reward_batch_size or 2 * self.options.per_device_train_batch_size
         return (Frozen("reward model", source, self.options.reward_placement or "offload", "score", rows),)
+
+
+def plan_memory(
+    options: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int = 0
+) -> RunPlan | None:
+    """Plan the memory of a run. Collective.
+
+    Args:
+        options: its options.
+        method: its method.
+        models: its models.
+        longest: tokens of the longest sequence; 0 if it is not known.
+
+    Returns:
+        The plan; None without GPUs, or if the model cannot be counted.
+    """
+    machine = planned()
+    if machine is None:
+        card, memory = smallest_card(), float(psutil.virtual_memory().total)
+    else:
+        card, memory = usable_bytes(machine.gpu_memory) if machine.cuda else None, math.inf
+    if card is None or options.use_cpu:
+        return None
+    run = RunPlan(
+        options,
+        method,
+        models.policy,
+        models.reference if method.needs_reference else None,
+        card=card,
+        memory=memory,
+        ranks=world_size(),
+        hosts=1 if machine is not None else max(1, world_size() // ranks_of_host()),
+        tokens=longest if longest and not isinstance(options, OnlineOptions) else None,
+        engines=models.engines,
+    )
+    try:
+        run.plan  # noqa: B018 - what cannot be planned is found here
+    except NotPlanned as error:
+        tell(f"memory plan: {error}")
+        return None
+    return run
