@@ -28,10 +28,6 @@ class Answers(Protocol):
     def finish(self) -> None: ...
 
 
-# The phases whose memory is planned.
-PLANNED = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
-
-
 class MemoryPlan(Protocol):
     """The memory that a run is predicted to use on each GPU; see :mod:`alignment.planning`.
 
@@ -47,10 +43,10 @@ class MemoryPlan(Protocol):
     def max_tokens(self) -> int | None: ...
 
     def peak(self, phase: str) -> int:
-        """Return the largest number of bytes in use during one of the phases :data:`PLANNED`."""
+        """Return the largest number of bytes in use during a phase; 0 if it is not planned."""
 
     def changes(self) -> list[str]:
-        """Return the three cheapest changes that use less memory, those that do not change results first."""
+        """Return up to three changes after which the run fits, those that do not change results first."""
 
 
 @dataclass
