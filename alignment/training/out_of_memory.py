@@ -42,7 +42,7 @@ def out_of_memory(
     record = context.phases.records.get(phase)
     if record is not None and record.peak_bytes:
         parts.append(f"measured {size(record.peak_bytes)} before it failed")
-    changes = LESS_MEMORY if plan is None else tuple(plan.changes())
+    changes = (plan.changes() if plan is not None else []) or LESS_MEMORY
     numbered = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
     return TrainingError(f"{', '.join(parts)}. What uses less memory: {numbered} ({reason_of(error)})")
 
