@@ -20,9 +20,6 @@ from support.pages.running import BlockFailed, PageRun, make_folder, write_file
 from tools.ranks import RankServer
 
 _WITHOUT_TORCH = ("status", "report", "submit", "--help", "--version")
-# Pages whose commands start as a reader starts them. On the others, Python is forked with its libraries imported; with
-# `-m slow` on none.
-AS_THEY_ARE = ("README.md", "docs/tutorials/kto.md")
 
 
 @pytest.fixture(scope="session")
@@ -100,9 +97,9 @@ def _cases() -> Iterator[object]:
 def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, commands: Callable[[bool], dict[str, Any]]) -> None:
     blocks = [block for block in blocks_of(page) if slow or not block.slow]
     runs = [block for block in blocks if block.runs]
-    # A signal has to reach the command itself.
-    as_it_is = slow or page in AS_THEY_ARE or any(re.search(r"\bkill\b", block.text) for block in runs)
-    as_it_is |= all(map(_is_quick, runs))
+    # Python is forked with its libraries imported, except with `-m slow`, and where a signal has to reach the command
+    # itself: those pages also show that the commands start as a reader starts them.
+    as_it_is = slow or any(re.search(r"\bkill\b", block.text) for block in runs) or all(map(_is_quick, runs))
     how = {} if slow else commands(not as_it_is)
     timeout = 1800 if slow else 300
     with contextlib.closing(PageRun(make_folder(tmp_path / "work", tiny), timeout, **how)) as run:

@@ -1,4 +1,4 @@
-"""The ``python`` and ``deepspeed-alignment`` commands for pages, most of them forked from a process with the libraries.
+"""The ``python`` and ``deepspeed-alignment`` commands for pages, forked from a process with the libraries imported.
 
 Starting Python for a command of this project takes 9 s of CPU time for imports alone. The commands in a folder on
 ``PATH`` pass such calls to the server of :mod:`tools.ranks`, and every other call to the real ``python``. A page still
