@@ -26,6 +26,7 @@ from alignment.planning.gpu_terms import attention_backward
 from alignment.planning.live import tagged
 
 KERNELS = ("flash", "efficient", "math", "cpu")
+SHARED = "_shared"  # suffix of functions that copy the keys of prompts, for several sequences of a packed row
 ATTENTION = "memory_plan_"  # with the name of a kernel: a function that is registered with transformers
 
 
@@ -45,7 +46,7 @@ def stand_in(
     config.__dict__.pop("quantization_config", None)
     shorten(config.get_text_config(), layers)
     with torch.device("meta"):
-        model: PreTrainedModel = source.task.auto.from_config(config, attn_implementation="sdpa")
+        model: PreTrainedModel = source.task.auto.from_config(config)
     model.to(dtype)
     if source.quantization is not None and source.quantization.bits == 4:
         converted_to_4bit(model, source.quantization)
@@ -151,9 +152,19 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(
-    kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **kwargs: Any
+    kernel: str,
+    shared: bool,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: (B, heads, T, d) -> (B, T, heads, d)."""
+    if shared:
+        key, value = key.clone(), value.clone()
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and kernel in ("efficient", "math"):  # these kernels have no grouped queries
         key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
@@ -165,8 +176,10 @@ def _attend(
             output = nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1 and kernel == "cpu"
             )
+        output = output.clone() if shared else output  # pieces of a row are joined
     return output.transpose(1, 2).contiguous(), None
 
 
 for _kernel in KERNELS:
-    AttentionInterface.register(ATTENTION + _kernel, functools.partial(_attend, _kernel))
+    for _name, _shared in (("", False), (SHARED, True)):
+        AttentionInterface.register(ATTENTION + _kernel + _name, functools.partial(_attend, _kernel, _shared))
