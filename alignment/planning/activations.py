@@ -19,7 +19,7 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.internals.transformers import attending_with
+from alignment.internals.transformers import attending_with, experts_in_any_dtype
 from alignment.models import logprobs
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
@@ -32,7 +32,7 @@ from alignment.planning.stand_in import ATTENTION, SHARED, materialize, stand_in
 from alignment.run.durable import replace_text
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
-_FORMAT = 2  # to increase with every change of what is counted
+_FORMAT = 3  # to increase with every change of what is counted
 _FOLDER = Path(HF_HOME) / "deepspeed-alignment" / "memory"
 
 
@@ -106,7 +106,7 @@ class Counting:
         self._known = _read(self._file)
 
     def __call__(
-        self, shape: Shape, *, gradients: bool, recomputed: bool = False, kept: float = 0.0
+        self, shape: Shape, *, gradients: bool, recomputed: bool = False, kept: float = 0.0, stats: bool = True
     ) -> tuple[Trend, Trend]:
         """Return the peak of a pass over a micro-batch, and its peak since the backward pass of the first layer began.
 
@@ -114,15 +114,16 @@ class Counting:
             shape: the micro-batch.
             gradients: whether there is a backward pass; without one, both are the same.
             recomputed: whether layers are recomputed in the backward pass.
+            stats: whether statistics of the distributions are computed.
             kept: share of the gradients of weights that stay until the end; the others are freed as soon as they are
                 complete.
         """
-        key = f"{tuple(shape)} {gradients} {recomputed} {kept}"
+        key = f"{tuple(shape)} {gradients} {recomputed} {kept} {stats}"
         if key not in self._known:
             for scorer in self._scorers:
                 scorer.train(gradients)
                 checkpoint_first(scorer.model, None if recomputed else 0)
-            few, many = (self._counted(scorer, shape, kept) for scorer in self._scorers)
+            few, many = (self._counted(scorer, shape, kept, stats) for scorer in self._scorers)
             self._known[key] = [asdict(Trend.through(*parts)) for parts in zip(few, many)]
             with contextlib.suppress(OSError):  # without the cache, the next run counts again
                 _FOLDER.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ class Counting:
             scorers.append(scorer)
         return scorers
 
-    def _counted(self, scorer: Scorer, shape: Shape, kept: float) -> tuple[Counter[str], Counter[str]]:
+    def _counted(self, scorer: Scorer, shape: Shape, kept: float, stats: bool) -> tuple[Counter[str], Counter[str]]:
         with (
             self._fake,
             LiveBytes([*scorer.parameters(), *scorer.buffers()]) as live,
@@ -162,9 +163,10 @@ class Counting:
                 torch.set_grad_enabled(scorer.training),
                 attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
                 mock.patch.object(logprobs, "tile_starts", lambda count, step: range(min(count, 1))),
+                experts_in_any_dtype(),
             ):
                 with tagged("head"):
-                    output = scorer(inputs, positions, targets, shape.scored, True)
+                    output = scorer(inputs, positions, targets, shape.scored, stats)
                 if scorer.training:
                     (output.scores.sum() + output.aux_loss).backward()
             return live.at_peak if live.before is None else live.before, live.at_peak

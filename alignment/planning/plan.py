@@ -264,7 +264,7 @@ class _Assembly:
         for model in self.planner.frozen:
             gpu[model.phase] = self._frozen(model)
         if isinstance(self.planner.engines.reference, AdapterReferencePlan):
-            gpu["reference"] = self._scoring(self._referenced)
+            gpu["reference"] = self._scoring(self._referenced, stats=False)
         gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
         host = {name: self._host(name) for name in gpu}
         return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
@@ -315,7 +315,7 @@ class _Assembly:
         sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
         named = value_at(self._config, "data_types.grad_accum_dtype")
         wide = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(named), sizes[dtypes.accumulate])
-        if dtypes.accumulation_is_free and self._stage == 2 and not self._offloaded("optimizer"):
+        if dtypes.accumulation_is_free and self._stage > 1 and not self._offloaded("optimizer"):
             wide = 4
         trained = Trained(
             numel=self.weights.trained,
@@ -408,9 +408,9 @@ class _Assembly:
             else {},
         )
 
-    def _scoring(self, shape: Shape) -> Parts:
+    def _scoring(self, shape: Shape, stats: bool = True) -> Parts:
         """A pass of the policy without gradients."""
-        trend, _ = self.planner.activations(self.planner.engines.source, shape, gradients=False)
+        trend, _ = self.planner.activations(self.planner.engines.source, shape, gradients=False, stats=stats)
         live = self._live(self.weights, self._config, self.planner.ranks)
         return added(self._always, live, trend.of(self.weights.layers))
 
@@ -419,7 +419,7 @@ class _Assembly:
         shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
-        trend, _ = self.planner.activations(model.source, shape, gradients=False)
+        trend, _ = self.planner.activations(model.source, shape, gradients=False, stats=False)
         held = added(self._placed(model)) if model.alone else self._always
         live = (
             {}

@@ -57,7 +57,7 @@ def stand_in(
             model.add_adapter(with_initialization(copy.deepcopy(adapters.config), True), adapters.name)
         settle(model, adapters.name, dtype)
     if source.quantization is not None and source.quantization.bits == 4:
-        _replace_packed(model, source.quantization)
+        _replace_packed(model, source.quantization, dtype)
     return scorer
 
 
@@ -81,7 +81,7 @@ def materialize(scorer: Scorer) -> None:
 class PackedLinear(nn.Module):
     """Allocates like ``bitsandbytes.nn.Linear4bit`` on a GPU: packed bytes, scales, and a full copy in each pass."""
 
-    def __init__(self, linear: Any, quantization: Quantization) -> None:
+    def __init__(self, linear: Any, quantization: Quantization, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         numel = self.in_features * self.out_features
@@ -89,8 +89,7 @@ class PackedLinear(nn.Module):
         with torch.device("meta"):
             self.weight = nn.Parameter(torch.empty(-(-numel // 2), dtype=torch.uint8), requires_grad=False)
             self.register_buffer("scales", torch.empty(scale_bytes(numel, self.nested), dtype=torch.uint8))
-        self.bias = linear.bias
-        self.compute_dtype = linear.compute_dtype
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out); see ``bitsandbytes.autograd.MatMul4Bit``."""
@@ -124,12 +123,12 @@ class _PackedProduct(torch.autograd.Function):
         return grad @ _unpacked(grad, ctx.shape, ctx.nested), None, None, None, None
 
 
-def _replace_packed(model: nn.Module, quantization: Quantization) -> None:
+def _replace_packed(model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> None:
     import bitsandbytes as bnb
 
     for name, module in list(model.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
-            model.set_submodule(name, PackedLinear(module, quantization))
+            model.set_submodule(name, PackedLinear(module, quantization, dtype))
 
 
 class _Attention(torch.autograd.Function):
@@ -176,7 +175,6 @@ def _attend(
             output = nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1 and kernel == "cpu"
             )
-        output = output.clone() if shared else output  # pieces of a row are joined
     return output.transpose(1, 2).contiguous(), None
 
 
