@@ -79,9 +79,12 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         states["master weights"] = trained.master * share
     if stage > 0 and value_at(config, "zero_optimization.offload_optimizer.device") == "cpu":
         return _offloaded(stage, trained, states, share, bucket)
+    begun: Parts
+    complete: Parts
+    step: Parts
     if stage == 0:
-        begun: Parts = {"gradients": n * c if trained.accumulated else 0}
-        step: Parts = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
+        begun = {"gradients": n * c if trained.accumulated else 0}
+        step = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
         complete = {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}
         return EngineBytes(states, begun, 0.0 if trained.accumulated else 1.0, complete, step, {})
     if stage == 3:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.errors import first_line
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
 Parts = dict[str, float]
 _STEP, _MOST = 64, 2**20  # tokens: resolution and limit of the longest sequences
+_NEVER = 2**60  # bytes
 
 
 class NotPlanned(Exception):
@@ -152,12 +153,13 @@ class Planner:
         positions = int(getattr(self.engines.source.config.get_text_config(), "max_position_embeddings", 0) or 0)
         return int(getattr(self.options, "max_length", None) or 0) or positions or 4096
 
-    def plan(self, tokens: int | None = None, checkpointed: int | None = None) -> MemoryPlan:
+    def plan(self, tokens: int | None = None, checkpointed: int | None = None, *, brief: bool = False) -> MemoryPlan:
         """Return the plan for sequences of up to ``tokens`` tokens.
 
         Args:
             tokens: tokens of the longest sequence; None: what the options allow.
             checkpointed: number of recomputed layers; None: what the options say, ``auto`` being all.
+            brief: leave out passes without gradients over a micro-batch of training, which never need the most.
 
         Raises:
             NotPlanned: the model cannot be counted.
@@ -168,35 +170,39 @@ class Planner:
         tokens = tokens or self.longest
         if checkpointed is None:
             checkpointed = weights.layers if self.options.gradient_checkpointing else 0
-        return _Assembly(self, weights, tokens, checkpointed).plan()
+        return _Assembly(self, weights, tokens, checkpointed, brief).plan()
 
     def longest_that_fits(self, card: float, memory: float = math.inf, checkpointed: int | None = None) -> int:
         """Return the longest sequences that fit, within 2 %, a multiple of 64 tokens; 0 if none do.
 
         Memory grows almost linearly with tokens, so that a few plans are sufficient.
         """
-        low, high = _Point.of(self.plan(_STEP, checkpointed)), _Point.of(self.plan(32 * _STEP, checkpointed))
-        if not self.plan(_STEP, checkpointed).fits(card, memory):
-            return 0
-        fitting = _STEP
+
+        def needed(tokens: int) -> tuple[int, int]:
+            plan = self.plan(tokens, checkpointed, brief=True)
+            return tokens, plan.peak(reserve=True) if plan.host_peak() <= memory else _NEVER
+
+        low, high, fitting = needed(1024), needed(4096), 0
         for _ in range(8):
-            guess = int(
-                high.tokens + (card - high.bytes) * (high.tokens - low.tokens) / max(1, high.bytes - low.bytes)
-            )
-            guess = min(max(fitting, guess // _STEP * _STEP), _MOST)
-            low, high = high, _Point.of(self.plan(guess, checkpointed))
-            if high.bytes <= card:
+            growth = max(1, high[1] - low[1]) / max(1, high[0] - low[0])
+            guess = int(high[0] + (card - high[1]) / growth) // _STEP * _STEP
+            guess = min(max(guess, _STEP), _MOST)
+            if guess in (low[0], high[0]):
+                break
+            low, high = sorted([high, needed(guess)])
+            found = low if low[0] == guess else high
+            if found[1] <= card:
                 fitting = max(fitting, guess)
-                if high.bytes >= 0.98 * card or guess == _MOST or guess == low.tokens:
-                    break
+            if 0.98 * card <= found[1] <= card or (guess in (_STEP, _MOST)):
+                break
         return fitting
 
     def layers_to_recompute(self, card: float, tokens: int | None = None) -> int:
         """Return the smallest number of recomputed layers with which the run fits; all of them if it never does."""
-        low, high = 0, self.plan(tokens).layers
+        low, high = 0, self.plan(tokens, 0, brief=True).layers
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.plan(tokens, middle).fits(card) else (middle + 1, high)
+            low, high = (low, middle) if self.plan(tokens, middle, brief=True).fits(card) else (middle + 1, high)
         return low
 
     def activations(self, source: ModelSource, shape: Shape, **how: Any) -> tuple[Trend, Trend]:
@@ -236,17 +242,6 @@ class Planner:
         return self._countings[id(source)]
 
 
-class _Point(NamedTuple):
-    """The bytes on a GPU, with the reserve, at a number of tokens."""
-
-    tokens: int
-    bytes: int
-
-    @classmethod
-    def of(cls, plan: MemoryPlan) -> _Point:
-        return cls(plan.tokens, plan.peak(reserve=True))
-
-
 @dataclass
 class _Assembly:
     """Adds up the parts of each phase."""
@@ -255,10 +250,12 @@ class _Assembly:
     weights: Weights
     tokens: int
     checkpointed: int
+    brief: bool = False
 
     def plan(self) -> MemoryPlan:
         gpu = {"load": self._load(), "train": self._train(), "step": self._step(), "save": self._save()}
-        gpu["evaluate"] = self._scoring(self._evaluated)
+        if not self.brief or self._evaluated.sequences > self._trained.sequences:
+            gpu["evaluate"] = self._scoring(self._evaluated)
         if isinstance(self.planner.options, OnlineOptions):
             gpu["rollout"] = self._rollout()
         for model in self.planner.frozen:
