@@ -33,6 +33,7 @@ from alignment.engines.phases import PhaseRecord, Phases
 from alignment.models.checking import why_not_packed
 from alignment.models.loading import checkpoint_first, enable_checkpointing
 from alignment.models.scorer import Scorer
+from alignment.planning.plan import NotPlanned
 from alignment.run.ranks import rank
 from alignment.training import run_engines
 from alignment.training.trainer import AlignmentTrainer
@@ -142,7 +143,10 @@ def main() -> None:
         further = {} if run["engine"] else {"deepspeed": {"zero_optimization": {"stage": 0}}}
         trainer = trainer_of(case, spec.parent / name, **further)
         kind = memory_predictions.with_engine if run["engine"] else memory_predictions.without_engine
-        found[name] = {"planned": kind(case, trainer)}
+        try:
+            found[name] = {"planned": kind(case, trainer)}
+        except NotPlanned as reason:  # a measurement is of use without a plan
+            found[name] = {"planned": str(reason)}
         if run.get("only_plan"):
             continue
         with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
