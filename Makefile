@@ -45,6 +45,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks docs/conf.py examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
+# With it, every process would compile this package and every test again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants demo quality style tables \
 	docs linkcheck release clean
 

@@ -41,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports torch, DeepSpeed, transformers or datasets."""
+    gc.disable()  # until all tests are collected: almost everything that imports create stays
     # Before torch is imported: for tiny models, more than one thread per operation is slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "DS_ACCELERATOR" not in os.environ and not _has_cuda():
@@ -80,6 +81,7 @@ def pytest_collection_finish() -> None:
     """Hide the libraries from the garbage collector, which DeepSpeed runs for every engine (0.3 s each)."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def run_launched(

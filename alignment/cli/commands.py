@@ -18,6 +18,7 @@ from alignment.config.errors import did_you_mean
 COMMANDS = {
     "train": "train a model from a recipe, options, or both",
     "prepare": "tokenize the data and print the plan of a run, without a GPU",
+    "plan": "calculate the memory that a run needs, by phase and part",
     "status": "show the state of a run, read from its output folder",
     "report": "write the HTML report of a run, or compare several runs",
     "precompute": "compute and store the log-probs of the reference",

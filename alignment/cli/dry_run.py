@@ -45,6 +45,8 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
         if name in settings:
             yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
     yield from ("", plan.describe(), *stored)
+    if (memory := trainer.context.memory_plan) is not None:
+        yield from ("", *memory.lines())
     for data in (train, *trainer.data.eval.values()):
         if data is not None:
             lengths = token_lengths(data, trainer.method.completions)

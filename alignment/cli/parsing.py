@@ -36,6 +36,14 @@ class Glimpse(NamedTuple):
     use_cpu: bool
 
 
+def gigabytes(text: str) -> float:
+    """Convert an argument that is an amount of memory in GB."""
+    value = float(text)
+    if not 1 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"expected gigabytes, from 1 to 10000, found {text}")
+    return value
+
+
 def glimpse(argv: list[str]) -> Glimpse:
     """Read the method and ``use_cpu`` from the arguments or the recipe; errors are left to :func:`parse`."""
     options: dict[str, Any] = {}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.parsing import Parser
+from alignment.cli.parsing import Parser, gigabytes
 from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import ModelError, OptionError, setting
+from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS
 from alignment.engines.start_up import old_objects_spared, uncollected
+from alignment.planning.gpu_terms import usable_bytes
 from alignment.run.ranks import world_size
 
 _ABOUT = """\
@@ -42,21 +43,14 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def plan_parser(program: str) -> Parser:
     """Return a parser of the options that ``train`` does not have."""
     parser = Parser(prog=program, add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu_memory", type=_memory, default=24.0)
-    parser.add_argument("--host_memory", type=_memory, default=math.inf)
+    parser.add_argument("--gpu_memory", type=gigabytes, default=24.0)
+    parser.add_argument("--host_memory", type=gigabytes, default=math.inf)
     for name in ("--gpus", "--nodes"):
         parser.add_argument(name, type=_number, default=1)
     parser.add_argument("--tokens", type=_number)
     parser.add_argument("--attention", choices=("flash", "efficient", "math"), default="flash")
     parser.add_argument("--json", action="store_true")
     return parser
-
-
-def _memory(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 10_000:
-        raise argparse.ArgumentTypeError(f"expected gigabytes, from 1 to 10000, found {text}")
-    return value
 
 
 def _number(text: str) -> int:
@@ -82,21 +76,38 @@ def _run(arguments: list[str], program: str) -> None:
             _print(options, given)
 
 
-def _print(options: Any, given: argparse.Namespace) -> None:
-    from alignment.planning.advising import Adviser
-    from alignment.planning.plan import device_bytes
+def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
+    from alignment.planning.plan import NotPlanned
     from alignment.planning.table import GB, as_json, lines
+    from alignment.training.arguments import model_sources
+    from alignment.training.memory_plan import RunPlan
 
-    card, memory = device_bytes(given.gpu_memory), given.host_memory * GB
-    adviser = Adviser(copy.copy(options), given.gpus * given.nodes, given.nodes, given.attention, card, memory)
-    plan, longest, changes = adviser.plan(given.tokens)
-    if given.json:
-        found = as_json(plan, card, memory) | {"longest": longest, "changes": [dict(one.options) for one in changes]}
-        print(json.dumps(found, indent=2))
-        return
-    print("\n".join(lines(plan, card, memory)))
-    print(f"longest sequence that fits: {longest or 'none'}" + (" tokens" if longest else ""))
-    if not plan.fits(card, memory):
-        print("to make it fit:" if changes else "no change of options is known that makes it fit")
+    method = METHODS.trainer(options).method_class(options)
+    model = options.model_name_or_path
+    policy, reference = model_sources(model, None, options, method.needs_reference, method.task)
+    run = RunPlan(
+        options,
+        method,
+        policy,
+        reference if method.needs_reference else None,
+        card=usable_bytes(given.gpu_memory),
+        memory=given.host_memory * GB,
+        ranks=given.gpus * given.nodes,
+        hosts=given.nodes,
+        tokens=given.tokens,
+        kernel=given.attention,
+    )
+    try:
+        changes = [] if run.fits else run.sufficient_changes
+        if given.json:
+            further = {"longest": run.longest, "changes": [dict(change.options) for change in changes]}
+            print(json.dumps(as_json(run.plan, run.card, run.memory) | further, indent=2))
+            return
+        print("\n".join(lines(run.plan, run.card, run.memory)))
+        print(f"longest sequences that fit: {f'{run.longest} tokens' if run.longest else 'none'}")
+    except NotPlanned as error:
+        raise ModelError(f"model_name_or_path: {error}; its memory cannot be planned") from error
+    if not run.fits:
+        print("with one of these it fits:" if changes else "no change of options is known with which it fits")
         print("\n".join(f"  {change.describe()}" for change in changes))
     print("Calculated; not confirmed on a GPU.")

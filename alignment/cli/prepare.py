@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from alignment.cli.guarded import guarded
-from alignment.cli.parsing import Parser, glimpse
+from alignment.cli.parsing import Parser, gigabytes, glimpse
 from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
@@ -21,7 +21,8 @@ _ABOUT = """\
 Tokenize the data of a run and print its plan, without a GPU and without loading weights. The run reads the tokenized
 rows from the cache of the datasets library. Takes the options of `train` and:
 
-  --ranks N   number of ranks to plan for [1]
+  --ranks N         number of ranks to plan for [1]
+  --gpu_memory GB   memory of each rank's GPU, as it is sold [24]
 """
 _RANKS = "--ranks"
 _DEVICE = "DS_ACCELERATOR"
@@ -46,7 +47,7 @@ def _run(arguments: list[str], program: str) -> None:
         print(_ABOUT, flush=True)
     on_cpu = glimpse(arguments).use_cpu or os.environ.get(_DEVICE, "").lower() == "cpu"
     os.environ[_DEVICE] = "cpu"  # do not use a GPU of this machine
-    machine = Machine(given.ranks, cuda=not on_cpu)
+    machine = Machine(given.ranks, cuda=not on_cpu, gpu_memory=given.gpu_memory)
     with planning_for(machine):
         with uncollected():
             options = read_options(arguments, program, use_cpu=True)
@@ -57,7 +58,8 @@ def _run(arguments: list[str], program: str) -> None:
 
 
 def ranks_parser(program: str) -> Parser:
-    """Return a parser of the one option that ``train`` does not have."""
+    """Return a parser of the options that ``train`` does not have."""
     parser = Parser(prog=program, add_help=False, allow_abbrev=False)
     parser.add_argument(_RANKS, type=int, default=1)
+    parser.add_argument("--gpu_memory", type=gigabytes, default=24.0)
     return parser

@@ -45,6 +45,7 @@ class Machine:
     ranks: int
     cuda: bool  # whether each rank has a GPU, with bf16 support
     reads_weights: bool = True  # whether models must have weights, not only a configuration
+    gpu_memory: float = 24.0  # gigabytes of each GPU
 
     def __str__(self) -> str:
         device = "one bf16-capable GPU each" if self.cuda else "CPUs"

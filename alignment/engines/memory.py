@@ -32,7 +32,7 @@ def free_bytes(where: torch.device) -> int:
     import torch
 
     if where.type != "cuda":
-        return int(psutil.virtual_memory().available) // _ranks_of_host()
+        return int(psutil.virtual_memory().available) // ranks_of_host()
     free, _ = torch.cuda.mem_get_info(where)
     taken = torch.cuda.memory_allocated(where)
     unused = torch.cuda.memory_reserved(where) - taken
@@ -44,12 +44,13 @@ def total_bytes(where: torch.device) -> int:
     import torch
 
     if where.type != "cuda":
-        return int(psutil.virtual_memory().total) // _ranks_of_host()
+        return int(psutil.virtual_memory().total) // ranks_of_host()
     _, total = torch.cuda.mem_get_info(where)
     return int(total * torch.cuda.get_per_process_memory_fraction(where))
 
 
-def _ranks_of_host() -> int:
+def ranks_of_host() -> int:
+    """The number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

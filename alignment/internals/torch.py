@@ -171,3 +171,11 @@ def hush_deprecated_collectives() -> None:
     2.13 and DeepSpeed 0.19.8.
     """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def storage_key(tensor: Any) -> int:
+    """Return a key that is equal for tensors that share memory while it lives, also for tensors without data.
+
+    ``data_ptr()`` is 0 for all fake tensors, and there is no public identity of a storage. Seen with torch 2.13.
+    """
+    return int(tensor.untyped_storage()._cdata)

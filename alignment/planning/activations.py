@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import transformers
+from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.internals.transformers import attending_with
+from alignment.models import logprobs
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
-from alignment.models import logprobs
-from alignment.models.loading import disable_dropout, enable_checkpointing
+from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, tagged
 from alignment.planning.stand_in import ATTENTION, materialize, stand_in
+from alignment.run.durable import replace_text
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
+_FORMAT = 1  # to increase with every change of what is counted
+_FOLDER = Path(HF_HOME) / "deepspeed-alignment" / "memory"
 
 
 class Shape(NamedTuple):
@@ -53,7 +62,7 @@ class Trend:
 
 
 class Counting:
-    """Counts passes of a model on fake tensors.
+    """Counts passes of a model on fake tensors. The model is only built if a result is not in the cache on disk.
 
     Args:
         source: the model, with its quantization.
@@ -76,30 +85,46 @@ class Counting:
         dropout: bool = False,
         aux_loss: bool = False,
     ) -> None:
-        self._kernel, self._checkpointing = kernel, checkpointing
+        self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
+        self._checkpointing, self._dropout, self._aux_loss = checkpointing, dropout, aux_loss
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._scorers = []
-        for layers in (_FEW, _MANY):
-            scorer = stand_in(source, adapters, dtype, layers, aux_loss=aux_loss)
-            if not dropout:
-                disable_dropout(scorer)
-            with self._fake:
-                materialize(scorer)
-            if checkpointing.get("use_reentrant") and adapters is not None:
-                scorer.model.enable_input_require_grads()
-            self._scorers.append(scorer)
+        quantized = None if source.quantization is None else source.quantization.config.to_dict()
+        adapted = None if adapters is None else adapters.config.to_dict()
+        facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
+                 quantized, adapted, dtype, kernel, checkpointing, dropout, aux_loss)  # fmt: skip
+        self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
+        self._known = _read(self._file)
 
     def __call__(self, shape: Shape, *, gradients: bool, recomputed: bool = False) -> Trend:
         """Return the peak of a pass over a micro-batch, with or without gradients and recomputation of layers."""
-        for scorer in self._scorers:
-            scorer.train(gradients)
-            if recomputed:
+        key = f"{tuple(shape)} {gradients} {recomputed}"
+        if key not in self._known:
+            for scorer in self._scorers:
+                scorer.train(gradients)
+                checkpoint_first(scorer.model, None if recomputed else 0)
+            few, many = (self._counted(scorer, shape) for scorer in self._scorers)
+            each = {tag: (many[tag] - few[tag]) / (_MANY - _FEW) for tag in {*few, *many}}
+            self._known[key] = [each, {tag: few[tag] - each[tag] * _FEW for tag in each}]
+            with contextlib.suppress(OSError):  # without the cache, the next run counts again
+                _FOLDER.mkdir(parents=True, exist_ok=True)
+                replace_text(self._file, json.dumps(self._known))
+        return Trend(*self._known[key])
+
+    @functools.cached_property
+    def _scorers(self) -> list[Scorer]:
+        scorers = []
+        for layers in (_FEW, _MANY):
+            scorer = stand_in(self._source, self._adapters, self._dtype, layers, aux_loss=self._aux_loss)
+            if not self._dropout:
+                disable_dropout(scorer)
+            with self._fake:
+                materialize(scorer)
+            if scorer.model.supports_gradient_checkpointing:
                 enable_checkpointing(scorer.model, self._checkpointing)
-            elif scorer.model.is_gradient_checkpointing:
-                scorer.model.gradient_checkpointing_disable()
-        few, many = (self._counted(scorer, shape) for scorer in self._scorers)
-        each = {tag: (many[tag] - few[tag]) / (_MANY - _FEW) for tag in {*few, *many}}
-        return Trend(each, {tag: few[tag] - each[tag] * _FEW for tag in each})
+            if self._checkpointing.get("use_reentrant") and self._adapters is not None:
+                scorer.model.enable_input_require_grads()
+            scorers.append(scorer)
+        return scorers
 
     def _counted(self, scorer: Scorer, shape: Shape) -> Counter[str]:
         """Gradients of weights are released as soon as they are complete, as at ZeRO stages 2 and 3."""
@@ -144,3 +169,11 @@ def _tagging(scorer: Scorer) -> Iterator[None]:
 
 def _release(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found

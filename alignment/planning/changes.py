@@ -10,7 +10,6 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.planning.plan import MemoryPlan
 
-_SHORTEST = 256  # tokens of max_length
 NUMBER = 3
 
 
@@ -30,12 +29,15 @@ class Change:
 
     def describe(self) -> str:
         """Return a line with the options as arguments of the command line."""
-        given = " ".join(f"--{name} {str(value).lower() if isinstance(value, bool) else value}" for name, value in self.options.items())
+        given = " ".join(
+            f"--{name} {str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in self.options.items()
+        )
         return f"{given}  ({'same result' if self.preserves else 'another result'}; {self.costs})"
 
     def then(self, other: Change) -> Change:
         """Return both changes as one."""
-        costs = f"{self.costs}, {other.costs}"
+        costs = ", ".join(filter(None, (self.costs, other.costs)))
         return Change({**self.options, **other.options}, self.preserves and other.preserves, costs)
 
 
@@ -68,7 +70,10 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
 
 
 def sufficient(
-    changes: list[Change], planned: Callable[[Change], MemoryPlan | None], fits: Callable[[MemoryPlan], bool]
+    changes: list[Change],
+    planned: Callable[[Change], MemoryPlan | None],
+    fits: Callable[[MemoryPlan], bool],
+    longest: Callable[[Change], int],
 ) -> list[Change]:
     """Return up to three changes, each of which is sufficient; several together if no single one is.
 
@@ -76,6 +81,7 @@ def sufficient(
         changes: single changes, cheap ones first.
         planned: the plan with a change; None if the options contradict each other.
         fits: whether a plan fits.
+        longest: the longest sequences that fit with a change; 0 if none do.
     """
     found = [change for change in changes if _works(change, planned, fits)][:NUMBER]
     if found:
@@ -90,15 +96,9 @@ def sufficient(
             return [candidate]
         if best is None or plan.peak() < best:
             best, together = plan.peak(), candidate
-    length = None if together is None else (planned(together) or None)
-    tokens = _SHORTEST if length is None else length.tokens // 2 // 64 * 64
-    while tokens >= _SHORTEST:
-        shorter = Change({"max_length": tokens}, False, "shorter sequences")
-        candidate = shorter if together is None else together.then(shorter)
-        if _works(candidate, planned, fits):
-            return [candidate]
-        tokens = tokens // 2 // 64 * 64
-    return []
+    candidate = Change({}, True, "") if together is None else together
+    tokens = longest(candidate)
+    return [candidate.then(Change({"max_length": tokens}, False, "shorter sequences"))] if tokens else []
 
 
 def _works(change: Change, planned: Callable[[Change], MemoryPlan | None], fits: Callable[[MemoryPlan], bool]) -> bool:

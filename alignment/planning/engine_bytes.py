@@ -5,13 +5,14 @@ The figures were counted on engines of DeepSpeed 0.19.8 at stages 0 to 3, one an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from alignment.config.deepspeed_keys import value_at
 from alignment.planning.gpu_terms import page_locked
 
-Parts: TypeAlias = dict[str, float]
+Parts: TypeAlias = Mapping[str, float]
 _FP32 = 4
 _FLATTENED = 500_000_000  # elements that DeepSpeed's engine flattens at a time to average gradients without ZeRO
 
@@ -71,14 +72,14 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     own = trained.accumulated or c
     copied = 0 if own != c or trained.master != _FP32 else c + (_FP32 if c != _FP32 else 0)
     bucket = min(n, int(value_at(config, "zero_optimization.reduce_bucket_size") or n)) * c
-    states = {"optimizer states": trained.states * share}
+    states: dict[str, float] = {"optimizer states": trained.states * share}
     if stage > 0 or c != _FP32:
         states["master weights"] = trained.master * share
     if stage > 0 and value_at(config, "zero_optimization.offload_optimizer.device") == "cpu":
         return _offloaded(stage, trained, states, share, bucket)
     if stage == 0:
-        begun = {"gradients": n * c if trained.accumulated else 0}
-        step = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
+        begun: Parts = {"gradients": n * c if trained.accumulated else 0}
+        step: Parts = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
         return EngineBytes(states, begun, {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}, step, {})
     if stage == 3:
         group = min(share, max(int(zero.get("sub_group_size") or share), trained.widest))
@@ -96,7 +97,7 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     return EngineBytes(states, begun, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
 
 
-def _offloaded(stage: int, trained: Trained, states: Parts, share: float, bucket: float) -> EngineBytes:
+def _offloaded(stage: int, trained: Trained, states: dict[str, float], share: float, bucket: float) -> EngineBytes:
     """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU."""
     own = trained.accumulated or trained.itemsize
     host = states | {"gradients": (_FP32 + own) * share}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# Bytes of a card that is sold as having this many GB, which a process can use: 23.8e9 of "24 GB".
-USABLE = 23.8 / 24
+# Share of a card's nominal memory that a process can use: 23.8e9 bytes of "24 GB".
+_USABLE = 23.8 / 24
 # CUDA context, cuBLAS workspaces and the kernels of torch: about 0.5 GB on Ampere and later, by nvidia-smi.
 CONTEXT = 600 * 10**6
 # Buffers of NCCL per communicator: up to 32 channels with 4 MB each (NCCL_BUFFSIZE), in both directions.
@@ -16,12 +16,17 @@ HOST_PROCESS = 3 * 10**9
 RESERVE = 0.05
 
 
+def usable_bytes(gigabytes: float) -> float:
+    """Bytes that a process can use of a GPU that is sold as having this many GB."""
+    return gigabytes * 1e9 * _USABLE
+
+
 def attention_backward(kernel: str, query: Tensor, key: Tensor) -> int:
     """Bytes of the temporaries of a fused attention's backward pass.
 
-    In flash attention of torch 2.13 (``flash_bwd``) the gradient of the queries is accumulated in fp32, with a head size rounded up to 32,
-    and one value per token and head; with grouped queries, the gradients of keys and values are computed per query
-    head before they are summed.
+    In flash attention of torch 2.13 (``flash_bwd``), the gradient of the queries is accumulated in fp32, with a head
+    size rounded up to 32, and there is one value per token and head; with grouped queries, the gradients of keys and
+    values are computed per query head before they are summed.
     """
     batch, heads, tokens, size = query.shape
     if kernel == "efficient":  # one value per token and head; fp32 gradients of the queries if they are 16-bit

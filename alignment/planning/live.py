@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from alignment.internals.torch import storage_key
+
 _tags = ["layers"]
 
 
@@ -40,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self._by_tag: Counter[str] = Counter()
-        self._known: dict[int, tuple[str, int]] = {one.untyped_storage()._cdata: ("", 0) for one in ignored}
+        self._known: dict[int, tuple[str, int]] = {storage_key(one): ("", 0) for one in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -50,10 +52,10 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._known:
             return
+        storage = tensor.untyped_storage()
         tag, size = self._known[key] = (_tags[-1], storage.nbytes())
         self.now += size
         self._by_tag[tag] += size

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.errors import first_line
@@ -130,8 +128,8 @@ class Planner:
     kernel: str = "flash"
     aux_loss: bool = False
     scored: float = 1.0
-    _trends: dict[Any, Trend] = field(default_factory=dict)
-    _countings: dict[Any, Counting] = field(default_factory=dict)
+    _countings: dict[int, Counting] = field(default_factory=dict)
+    _weights: dict[int, Weights | None] = field(default_factory=dict)
 
     @functools.cached_property
     def weights(self) -> Weights | None:
@@ -145,9 +143,7 @@ class Planner:
         plan = self.engines.reference
         if not isinstance(plan, ReferencePlan):
             return self.rewards
-        reference = Frozen(
-            "reference", plan.source, plan.frozen.placement.name, "reference", alone=plan.precomputed
-        )
+        reference = Frozen("reference", plan.source, plan.frozen.placement.name, "reference", alone=plan.precomputed)
         return (reference, *self.rewards)
 
     @property
@@ -184,7 +180,9 @@ class Planner:
             return 0
         fitting = _STEP
         for _ in range(8):
-            guess = int(high.tokens + (card - high.bytes) * (high.tokens - low.tokens) / max(1, high.bytes - low.bytes))
+            guess = int(
+                high.tokens + (card - high.bytes) * (high.tokens - low.tokens) / max(1, high.bytes - low.bytes)
+            )
             guess = min(max(fitting, guess // _STEP * _STEP), _MOST)
             low, high = high, _Point.of(self.plan(guess, checkpointed))
             if high.bytes <= card:
@@ -203,14 +201,17 @@ class Planner:
 
     def activations(self, source: ModelSource, shape: Shape, *, gradients: bool, recomputed: bool = False) -> Trend:
         """Return the peak of a pass of the policy, or of a frozen model, over a micro-batch."""
-        key = (id(source), shape, gradients, recomputed)
-        if key not in self._trends:
-            try:
-                self._trends[key] = self._counting(source)(shape, gradients=gradients, recomputed=recomputed)
-            except Exception as error:  # of many classes, from the model's own code
-                why = f"{source.name} cannot be computed on tensors without values: {first_line(error)}"
-                raise NotPlanned(why) from error
-        return self._trends[key]
+        try:
+            return self._counting(source)(shape, gradients=gradients, recomputed=recomputed)
+        except Exception as error:  # of many classes, from the model's own code
+            why = f"{source.name} cannot be computed on tensors without values: {first_line(error)}"
+            raise NotPlanned(why) from error
+
+    def weights_of(self, source: ModelSource) -> Weights | None:
+        """Return the weights of a frozen model."""
+        if id(source) not in self._weights:
+            self._weights[id(source)] = weights_of(source, self.engines.compute)
+        return self._weights[id(source)]
 
     def _counting(self, source: ModelSource) -> Counting:
         """Return the stand-ins of a model, which are kept for further shapes."""
@@ -281,7 +282,9 @@ class _Assembly:
     @functools.cached_property
     def _evaluated(self) -> Shape:
         options = self.planner.options
-        return self._shape(options.per_device_eval_batch_size or options.per_device_train_batch_size, self.planner.sequences)
+        return self._shape(
+            options.per_device_eval_batch_size or options.per_device_train_batch_size, self.planner.sequences
+        )
 
     # Engines --------------------------------------------------------------------------------------------------------
 
@@ -346,7 +349,7 @@ class _Assembly:
         return added(*(self._placed(model) for model in self.planner.frozen if not model.alone))
 
     def _placed(self, model: Frozen) -> Parts:
-        weights = weights_of(model.source, self.planner.engines.compute)
+        weights = self.planner.weights_of(model.source)
         share = {"replica": 1.0, "sharded": 1 / self.planner.ranks, "offload": 0.0}[model.placement]
         return {model.name: 0.0 if weights is None else weights.base * share}
 
@@ -359,7 +362,11 @@ class _Assembly:
     def _load(self) -> Parts:
         compute = self.planner.engines.compute.itemsize
         whole = self._stage < 3 or self.weights.packed > 0
-        read = max(self.weights.layer, self.weights.widest) * compute if self.weights.packed else self.weights.widest * compute
+        read = (
+            max(self.weights.layer, self.weights.widest) * compute
+            if self.weights.packed
+            else self.weights.widest * compute
+        )
         held = self.weights.parts() if whole else self._policy
         return added(held, {"reading": read}, self._others)
 
@@ -393,7 +400,12 @@ class _Assembly:
         return added(self._always, self._engine.step)
 
     def _save(self) -> Parts:
-        return added(self._always, {"gathered layers": self.weights.widest * self.planner.engines.compute.itemsize} if self._stage == 3 else {})
+        return added(
+            self._always,
+            {"gathered layers": self.weights.widest * self.planner.engines.compute.itemsize}
+            if self._stage == 3
+            else {},
+        )
 
     def _scoring(self, shape: Shape) -> Parts:
         """A pass of the policy without gradients."""
@@ -402,13 +414,17 @@ class _Assembly:
         return added(self._always, live, trend.of(self.weights.layers))
 
     def _frozen(self, model: Frozen) -> Parts:
-        weights = weights_of(model.source, self.planner.engines.compute)
+        weights = self.planner.weights_of(model.source)
         shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
         trend = self.planner.activations(model.source, shape, gradients=False)
         held = added(self._placed(model)) if model.alone else self._always
-        live = {} if model.placement == "replica" else self._live(weights, self._zero3(model.placement), self.planner.ranks)
+        live = (
+            {}
+            if model.placement == "replica"
+            else self._live(weights, self._zero3(model.placement), self.planner.ranks)
+        )
         return added(held, live, trend.of(weights.layers))
 
     @staticmethod
@@ -423,7 +439,11 @@ class _Assembly:
         gathered = 0.0
         if self._stage == 3:
             whole = options.ds3_gather_for_generation is not False
-            gathered = self.weights.base if whole else sum(self._live(self.weights, self._config, self.planner.ranks).values())
+            gathered = (
+                self.weights.base
+                if whole
+                else sum(self._live(self.weights, self._config, self.planner.ranks).values())
+            )
         cache = rows * completion_bytes(config, self.planner.engines.compute.itemsize, options.max_length)
         return added(self._always, {"gathered layers": gathered, "KV cache": cache})
 
@@ -435,25 +455,12 @@ class _Assembly:
         if self._stage == 3 and self._offloaded("weights"):
             parts["weights"] = page_locked(self.weights.base / self.planner.ranks)
         for model in self.planner.frozen:
-            weights = weights_of(model.source, self.planner.engines.compute)
+            weights = self.planner.weights_of(model.source)
             if model.placement == "offload" and weights is not None:
                 parts[model.name] = page_locked(weights.base / self.planner.ranks)
         parts = {name: size * here for name, size in parts.items()}
         if phase == "save" and self._stage == 3:
-            parts["gathered weights"] = self.weights.base if self.planner.engines.adapters is None else self.weights.adapters
+            parts["gathered weights"] = (
+                self.weights.base if self.planner.engines.adapters is None else self.weights.adapters
+            )
         return added(parts)
-
-
-def device_bytes(gigabytes: float) -> float:
-    """Return the bytes of a GPU sold as having this many GB that a process can use."""
-    from alignment.planning.gpu_terms import USABLE
-
-    return gigabytes * 1e9 * USABLE
-
-
-def frozen_rewards(classifiers: Iterable[Any], options: AlignmentConfig) -> tuple[Frozen, ...]:
-    """Return the reward models of a run."""
-    rows = getattr(options, "reward_batch_size", None) or 2 * options.per_device_train_batch_size
-    return tuple(
-        Frozen("reward model", replace(one.source), one.frozen.placement.name, "score", rows) for one in classifiers
-    )

@@ -16,12 +16,16 @@ def lines(plan: MemoryPlan, card: float, memory: float = math.inf) -> Iterator[s
     """Yield the plan as a table of parts by phase in GB, for the GPU and the host, and whether it fits."""
     yield from _table("GPU memory, GB", plan.gpu)
     yield from _table("Host memory, GB", plan.host)
+    yield verdict(plan, card, memory)
+
+
+def verdict(plan: MemoryPlan, card: float, memory: float = math.inf) -> str:
+    """Return whether a plan fits, and how closely."""
     need, host = plan.peak(reserve=True), plan.host_peak()
-    verdict = "fits" if plan.fits(card, memory) else "does not fit"
     limit = "" if math.isinf(memory) else f"; {host / GB:.1f} of {memory / GB:.1f} GB of host memory"
-    yield (
-        f"{verdict}: {need / GB:.1f} of {card / GB:.1f} GB on each GPU, {RESERVE:.0%} in reserve{limit} "
-        f"(sequences of {plan.tokens} tokens, {checkpointing(plan)})"
+    return (
+        f"{'fits' if plan.fits(card, memory) else 'does not fit'}: {need / GB:.1f} of {card / GB:.1f} GB on each GPU, "
+        f"{RESERVE:.0%} in reserve{limit} (sequences of {plan.tokens} tokens, {checkpointing(plan)})"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from alignment.models.adapters.record import Adapters
 from alignment.models.adapters.skeleton import skeleton
@@ -75,10 +75,10 @@ def weights_of(
         model = skeleton(source, trust_remote_code=False)
     except Exception:  # the problem, such as a missing package, is reported when the model is loaded
         return None
-    packed: set[Tensor] = set()
+    packed: set[nn.Parameter] = set()
     plan = source.quantization
     if plan is not None:
-        packed = {module.weight for module in convertible(model, plan)}
+        packed = {module.get_parameter("weight") for module in convertible(model, plan)}
     parameters = set(model.parameters())
     packed_numel = sum(parameter.numel() for parameter in packed)
     numel = sum(parameter.numel() for parameter in parameters)

@@ -16,6 +16,7 @@ from alignment.reporting.log import JsonlLog
 from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
 from alignment.training.data import PreparedData, RunData
+from alignment.training.memory_plan import RunPlan
 from alignment.training.method import AnyMethod, Models
 from alignment.training.window import WindowPass
 
@@ -26,31 +27,6 @@ class Answers(Protocol):
     def __call__(self, models: Models, data: PreparedData, name: str) -> None: ...
 
     def finish(self) -> None: ...
-
-
-# The phases whose memory is planned.
-PLANNED = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
-
-
-class MemoryPlan(Protocol):
-    """The memory that a run is predicted to use on each GPU; see :mod:`alignment.planning`.
-
-    Attributes:
-        checkpointed_layers: number of decoder layers to recompute; see ``gradient_checkpointing``.
-        max_tokens: tokens of a micro-batch that fit; None if all rows of a micro-batch do.
-    """
-
-    @property
-    def checkpointed_layers(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int | None: ...
-
-    def peak(self, phase: str) -> int:
-        """Return the largest number of bytes in use during one of the phases :data:`PLANNED`."""
-
-    def changes(self) -> list[str]:
-        """Return the three cheapest changes that use less memory, those that do not change results first."""
 
 
 @dataclass
@@ -87,7 +63,7 @@ class RunContext:
     log: Callable[[Mapping[str, float]], None]
     data: RunData
     answers: Answers | None = None
-    memory_plan: MemoryPlan | None = None
+    memory_plan: RunPlan | None = None
     identity: Identity = field(default_factory=Identity)
     run_state: RunState = field(default_factory=RunState)
 

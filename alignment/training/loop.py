@@ -489,6 +489,8 @@ class TrainingLoop:
                 tell(f"advice: {sentence}")
         self.context.log({**metrics, **self._unlogged()})
         ended |= {"advice": late} if late else {}
+        if (plan := self.context.memory_plan) is not None:
+            ended |= {"predicted_bytes": {phase: plan.peak(phase) for phase in plan.plan.gpu}}
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **ended})
         self.writer.finish(self.context.log_file.finish)
         self.writer.finish(self._finish_tables)

@@ -11,7 +11,7 @@ from alignment.config.errors import TrainingError, counted
 from alignment.reporting.formats import size
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import LESS_MEMORY, reason_of
-from alignment.training.context import PLANNED, RunContext
+from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 
 _SHOWN = 8  # lengths of a micro-batch
@@ -37,13 +37,12 @@ def out_of_memory(
             f"{counted(len(longest), 'sequence')} of {', '.join(map(str, longest[:_SHOWN]))}{more} tokens in the "
             "micro-batch"
         )
-    planned = phase.removeprefix("eval ")
-    if plan is not None and planned in PLANNED:
-        parts.append(f"predicted {size(plan.peak(planned))}")
+    if plan is not None and (predicted := plan.peak(phase.removeprefix("eval "))):
+        parts.append(f"predicted {size(predicted)}")
     record = context.phases.records.get(phase)
     if record is not None and record.peak_bytes:
         parts.append(f"measured {size(record.peak_bytes)} before it failed")
-    changes = LESS_MEMORY if plan is None else tuple(plan.changes())
+    changes = (plan.changes() if plan is not None else []) or LESS_MEMORY
     numbered = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
     return TrainingError(f"{', '.join(parts)}. What uses less memory: {numbered} ({reason_of(error)})")
 

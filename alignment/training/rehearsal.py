@@ -28,7 +28,6 @@ from alignment.training.out_of_memory import out_of_memory
 from alignment.training.run_engines import RunEngines
 
 _MASTER = 4  # bytes per element of the copy of the gradients in fp32, from which an update is made
-_UNSPLIT = ("rollout", "eval rollout", "step")  # phases whose memory does not depend on the size of micro-batches
 
 
 class Rehearsal:
@@ -47,7 +46,6 @@ class Rehearsal:
 
     def __init__(self, context: RunContext, engines: RunEngines, data: PreparedData) -> None:
         self.context, self.engines, self.data = context, engines, data
-        self._failed = ""  # the phase that did not fit
         context.run_state.register("split", self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +105,6 @@ class Rehearsal:
         try:
             self._compute(steps)
         except torch.OutOfMemoryError as error:
-            self._failed = ACTIVITY.failed
             failure = out_of_memory(
                 self.context, window_pass.failed[1], error, "in the rehearsal before the first step"
             )
@@ -158,6 +155,6 @@ class Rehearsal:
         (rows, lengths), asked = self.engines.window_pass.failed, self.context.args.auto_find_batch_size
         tokens = sum(lengths) if self.context.data.packs else max(lengths, default=0) * len(lengths)
         smaller = tokens // 2 < (self.context.data.max_tokens or math.inf)
-        if not asked or world_size() > 1 or rows < 2 or self._failed in _UNSPLIT or not smaller:
+        if not asked or world_size() > 1 or rows < 2 or not smaller:  # no rows: in a rollout or an optimizer step
             raise failure
         self.context.data.limit(tokens // 2)

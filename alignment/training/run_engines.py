@@ -241,6 +241,8 @@ class RunEngines:
             built.pop_all()
         for line in (plan.describe(self._given), *plan.notes):
             tell(line)
+        if self.context.memory_plan is not None:
+            tell(self.context.memory_plan.describe())
         tell(None if gradients is None else gradients.describe())
         return Models(policy, reference)
 

@@ -7,6 +7,7 @@ of rows and percentiles of lengths, is also shown by the dry run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -81,6 +82,7 @@ def compared_options(args: AlignmentConfig) -> dict[str, Any]:
     return as_read
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
     """Return the versions of the relevant libraries by name."""
     found = {}

@@ -32,6 +32,8 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
         counts = ("bad_steps", "retries", context.method.reduced_windows)
         facts = {**page.facts, **dict(engines.window_pass.facts), "Largest process": f"{largest:.2f} GiB"}
         facts |= {name.replace("_", " ").capitalize(): f"{totals[name]:.0f}" for name in counts if totals.get(name)}
+        if context.memory_plan is not None:
+            facts["GPU memory"] = context.memory_plan.compared(phases)
         if context.method.task is CAUSAL_LM:
             facts["Chat with it"] = f"deepspeed-alignment chat {context.output_dir}"
         sections = [one for title in _SECTIONS for one in page.sections if one.title == title]

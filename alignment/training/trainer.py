@@ -61,6 +61,7 @@ from alignment.training.hub.contents import Subject
 from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
+from alignment.training.memory_plan import plan_memory
 from alignment.training.method import AnyMethod
 from alignment.training.out_of_memory import memory_explained
 from alignment.training.preparation import GivenModels, place_for, plan_models
@@ -237,6 +238,8 @@ class AlignmentTrainer(TrainerSurface):
         if repository is not None:
             self.uploads.repository = repository
             handler.add_callback(self.uploads)
+        longest = max((each.table.longest for each in self.data.sets), default=0)
+        self.context.memory_plan = plan_memory(self.args, self.method, self.planned, longest)
         self.engines = RunEngines(
             self.context, self.planned.engines, optimizers, self.planned.aux_coefficient, self.resources
         )

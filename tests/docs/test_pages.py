@@ -20,9 +20,6 @@ from support.pages.running import BlockFailed, PageRun, make_folder, write_file
 from tools.ranks import RankServer
 
 _WITHOUT_TORCH = ("status", "report", "submit", "--help", "--version")
-# Pages whose commands start as a reader starts them. On the others, Python is forked with its libraries imported; with
-# `-m slow` on none.
-AS_THEY_ARE = ("README.md", "docs/tutorials/kto.md")
 
 
 @pytest.fixture(scope="session")
@@ -32,14 +29,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Arguments of `PageRun` with which Python is forked; the first call starts the server."""
-    server, folder = RankServer(ROOT), tmp_path_factory.mktemp("commands") / "bin"
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], dict[str, Any]]]:
+    """Arguments of `PageRun`, by whether Python is forked; the first call that forks starts the server."""
+    server, folder = RankServer(ROOT), tmp_path_factory.mktemp("commands")
 
-    def arguments() -> dict[str, Any]:
-        if not folder.exists():
-            make_commands(folder, server.address)
-        return {"path": [folder], "python": forked_python(folder, server.address)}
+    def arguments(forks: bool) -> dict[str, Any]:
+        place, address = folder / ("forked" if forks else "started"), server.address if forks else ""
+        if not place.exists():
+            make_commands(place, folder / "support", address)
+        return {"path": [place], **({"python": forked_python(place, address)} if forks else {})}
 
     yield arguments
     server.close()
@@ -96,13 +94,13 @@ def _cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("page", "slow"), _cases())
-def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callable[[], dict[str, Any]]) -> None:
+def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, commands: Callable[[bool], dict[str, Any]]) -> None:
     blocks = [block for block in blocks_of(page) if slow or not block.slow]
     runs = [block for block in blocks if block.runs]
-    # A signal has to reach the command itself.
-    as_it_is = slow or page in AS_THEY_ARE or any(re.search(r"\bkill\b", block.text) for block in runs)
-    as_it_is |= all(map(_is_quick, runs))
-    how = {} if as_it_is else forked()
+    # Python is forked with its libraries imported, except with `-m slow`, and where a signal has to reach the command
+    # itself: those pages also show that the commands start as a reader starts them.
+    as_it_is = slow or any(re.search(r"\bkill\b", block.text) for block in runs) or all(map(_is_quick, runs))
+    how = {} if slow else commands(not as_it_is)
     timeout = 1800 if slow else 300
     with contextlib.closing(PageRun(make_folder(tmp_path / "work", tiny), timeout, **how)) as run:
         for block in blocks:

@@ -10,7 +10,6 @@ There is one rank: partitioning over ranks is tested on CPUs (``test_split_grid.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from conftest import DRIVERS, ROOT
 COMPILER = os.environ.get("CXX", "c++")
 METHODS = ("KTO", "CPO", "DPO", "OnlineDPO", "SFT", "Reward")
 FURTHER = (
+    *("CPO/lora", "OnlineDPO/lora", "Reward/lora", "KTO/qlora", "DPO/qlora", "SFT/qlora", "OnlineDPO/qlora"),
     *("KTO/stage3", "KTO/reference-offload", "KTO/dora", "CPO/offload", "CPO/optimizer-offload", "DPO/precomputed"),
     *("DPO/reentrant", "OnlineDPO/lora-stage3", "SFT/int8"),
 )
@@ -76,5 +76,4 @@ def check(library: Path, folder: Path, *cells: str) -> None:
 
 @pytest.mark.ci
 def test_a_step_of_every_method_stays_on_its_device(library: Path, tmp_path: Path) -> None:
-    cells = (f"{method}/{kind}" for method, kind in itertools.product(METHODS, ("full", "lora", "qlora")))
-    check(library, tmp_path, *cells, *FURTHER)
+    check(library, tmp_path, *(f"{method}/full" for method in METHODS), *FURTHER)

@@ -74,8 +74,13 @@ def test_two_ranks_count_the_same(tmp_path: Path, ranks: RankServer) -> None:
     assert weights[0] == weights[1]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("how", "says"), [("error", "[Errno 5] Input/output error"), ("killed", "DataLoader worker")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        pytest.param("error", "[Errno 5] Input/output error", marks=pytest.mark.slow),
+        pytest.param("killed", "DataLoader worker", marks=pytest.mark.ci),
+    ],
+)
 def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path) -> None:
     """Workers ignore SIGTERM, so without the shutdown Python's exit would wait forever; the limit is generous."""
     arguments = (make_model(tmp_path / "model"), tmp_path / "out", how)

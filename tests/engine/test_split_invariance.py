@@ -16,7 +16,7 @@ from support.oracle.dense import DPOOptions, solve
 from support.oracle.pairs import Prompt, pairs_of
 from support.split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
 from support.split_results import Results, assert_logged, assert_same, distance, norm, train_all
-from support.split_runs import CLIP, HEADS, JUDGED_STAGES, RATE, planned
+from support.split_runs import CLIP, CLIPPED_STAGES, HEADS, JUDGED_STAGES, RATE, planned
 
 from tools.ranks import RankServer
 
@@ -66,8 +66,8 @@ def test_all_losses_of_dpo_give_the_same_update_for_every_split(results: dict[in
 def test_clipping_is_the_same_for_every_split(results: dict[int, Results], method: str) -> None:
     reference = results[1][f"{method}-stage0-1-clipped"]
     assert all(entry["grad_norm"] > 2 * CLIP for entry in reference["logs"]), "the norm is logged before clipping"
-    for world in (1, 2):
-        for stage in ("stage0", "stage2", "stage3"):
+    for world, stages in CLIPPED_STAGES.items():
+        for stage in stages:
             outcome = results[world][f"{method}-{stage}-{world}-clipped"]
             for step in (0, 1):
                 assert_logged(outcome["logs"][step], reference["logs"][step], 1e-5, f"{stage} {world} {step}")
@@ -78,8 +78,8 @@ def test_clipping_is_the_same_for_every_split(results: dict[int, Results], metho
 def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method: str) -> None:
     reference = results[1][f"{method}-stage0-1-clipped"]["evaluation"]
     assert {"eval_many_loss", "eval_one_loss", "eval_many_rewards/margins"} <= reference.keys()
-    for world in (1, 2):
-        for stage in ("stage0", "stage2", "stage3"):
+    for world, stages in CLIPPED_STAGES.items():
+        for stage in stages:
             found = results[world][f"{method}-{stage}-{world}-clipped"]["evaluation"]
             assert found.keys() == reference.keys()
             for name, value in reference.items():
@@ -114,7 +114,7 @@ def test_rates_count_the_rows_of_all_ranks(results: dict[int, Results], world: i
         "KTO-stage0-1-clipped",
         "CPO-stage0-1-clipped",
     ]
-    + [f"CPO-{head}-{stage}" for head in HEADS for stage in ("stage0", "stage2", "stage3")],
+    + [f"CPO-{head}-{stage}" for head, stages in HEADS.items() for stage in stages],
 )
 def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> None:
     outcome = results[2 if any(head in name for head in HEADS) else 1][name]
@@ -154,10 +154,9 @@ def test_every_split_of_the_pairs_gives_the_same_update(results: dict[int, Resul
                 assert distance(outcome["updates"][step], expected["updates"][step]) <= 1e-5, f"{name} {step + 1}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", JUDGED_STAGES)
+@pytest.mark.parametrize(("world", "stage"), JUDGED_STAGES.items())
 def test_a_judge_gives_the_same_update_as_equivalent_rewards(
-    results: dict[int, Results], stage: str, world: int
+    results: dict[int, Results], world: int, stage: str
 ) -> None:
     """For every split, without metrics that require scores."""
     outcome, reference = results[world][f"OnlineDPO-judged-{stage}-{world}"], results[1]["OnlineDPO-plain"]

@@ -92,7 +92,14 @@ def test_a_row_trains_and_is_measured(name: str, model: str, tmp_path: Path) -> 
     assert 0 < measured.tokens_per_second < 2 * longest / measured.step
 
 
-@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if not check.cuda])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.ci if "QLoRA" in name else ())
+        for name, check in CHECKS.items()
+        if not check.cuda
+    ],
+)
 def test_checks_pass(name: str, model: str) -> None:
     assert re.search(r"\d", run_check(CheckJob(name, model, cpu=True)))
 

@@ -16,9 +16,9 @@ from tools.ranks import RankServer
 from tools.trial import workspace
 
 
-def at(*points: str, **options: bool) -> tuple[Kill, ...]:
+def at(*points: str) -> tuple[Kill, ...]:
     """Return kills at these points, of the last rank that reaches them."""
-    return tuple(Kill(POINTS[point].ranks[-1], point, **options) for point in points)  # type: ignore[arg-type]
+    return tuple(Kill(POINTS[point].ranks[-1], point) for point in points)
 
 
 NAMED = [
@@ -28,12 +28,12 @@ NAMED = [
         (
             *at("before the model is written", "after the model is written", "after the tokenizer is written"),
             *at("between two of the model's files", "before the fragments are written"),
-            *at("in the middle of the fragments", node_lost=False),  # rank 0 takes 10 s to decide
+            *at("in the middle of the fragments"),
         ),
     ),
     Chain(
         "states",
-        "online_dpo",
+        "kto",
         (
             *at("before a rank's state is written", "after a rank's state is written"),
             *at("before the manifest is written", "after the manifest is written", "after the checkpoint is renamed"),

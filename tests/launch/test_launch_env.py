@@ -128,6 +128,7 @@ except OptionError as error:
 """
 
 
+@pytest.mark.ci
 def test_the_group_starts_on_a_machine_without_a_compiler(tmp_path: os.PathLike[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     environment["PATH"] = str(tmp_path)

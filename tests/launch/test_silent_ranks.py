@@ -99,7 +99,7 @@ def test_a_long_rollout_is_not_interrupted(signals: Signals, place: Path) -> Non
     """Rollouts take longer than all limits, but each token is progress, and the other rank waits."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
     limits = {"hang_timeout": 10.0, "hang_timeout_first": 10.0, "hang_factor": 1.0}
-    run = Run(signals, place, "online_dpo", plan, {**limits, **ONCE, "max_new_tokens": 24, "rollout_batch_size": 1})
+    run = Run(signals, place, "online_dpo", plan, {**limits, **ONCE, "max_new_tokens": 16, "rollout_batch_size": 1})
     done = run()
     assert done.returncode == 0, done.report()
     lines = [json.loads(line) for line in (run.output_dir / "log.jsonl").read_text().splitlines()]

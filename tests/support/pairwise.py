@@ -38,7 +38,7 @@ def pairwise(
     candidates = everything(factors, allowed)
     numbers: dict[Pair, int] = {}
     for combination in candidates:
-        for pair in sorted(pairs(combination), key=repr):
+        for pair in itertools.combinations(combination.items(), 2):
             numbers.setdefault(pair, len(numbers))
     masks = [sum(1 << numbers[pair] for pair in pairs(combination)) for combination in candidates]
     missing, taken = (1 << len(numbers)) - 1, []

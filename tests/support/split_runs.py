@@ -29,7 +29,7 @@ METHOD: dict[str, dict[str, Any]] = {
 }
 # The judge has the same preferences as the reward function, so it must select the same pairs.
 JUDGED = {"reward_funcs": None, "judge": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:judge"}
-JUDGED_STAGES = ("stage0", "stage3")
+JUDGED_STAGES = {1: "stage0", 2: "stage3"}  # by number of ranks
 # All losses of DPO in one sum.
 SEVERAL = {
     "loss_type": list(DPO_LOSSES),
@@ -38,7 +38,9 @@ SEVERAL = {
     "rate": 0.005,
 }
 CLIP = 0.05
-HEADS = ("untied", "capped", "scaled")
+CLIPPED_STAGES = {1: ("stage0", "stage2"), 2: ("stage0", "stage2", "stage3")}  # by number of ranks
+# Output embeddings of their own, with capped and with scaled logits, and the stages at which they are trained.
+HEADS = {"untied": ("stage2", "stage3"), "capped": ("stage3",), "scaled": ("stage0",)}
 # The first window of an Online DPO run has an odd number of pairs, so that two ranks cannot have the same number.
 FIRST_KINDS = (Kind.IDENTICAL, None, Kind.TIED, None, None, Kind.SOME_UNSCORED)
 # One run has windows of 4 prompts: no pair in the first, one in the second, so none for the second rank.
@@ -159,7 +161,7 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
     for method in ("KTO", "CPO"):
         if world == 1:
             runs.append(run(f"{method}-plain", method, models, "stage0", 8, 1, folder=folder))
-        for stage in ("stage0", "stage2", "stage3"):
+        for stage in CLIPPED_STAGES[world]:
             name = f"{method}-{stage}-{world}-clipped"
             runs.append(run(name, method, models, stage, 2, 4 // world, folder=folder, max_grad_norm=CLIP, rate=5.0))
             # With evaluations: of many rows, and of fewer rows than ranks.
@@ -172,8 +174,8 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         name = f"{method}-stage2-{world}-blocks"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, pack=False) | {"block_cost": 1})
     if world == 2:
-        for head in HEADS:
-            for stage in ("stage0", "stage2", "stage3"):
+        for head, stages in HEADS.items():
+            for stage in stages:
                 rate = 0.2 if head == "scaled" else RATE["CPO"]
                 name = f"CPO-{head}-{stage}"
                 runs.append(run(name, "CPO", models, stage, 2, 2, folder=folder, model=head, rate=rate))
@@ -195,9 +197,10 @@ def online_runs(world: int, models: dict[str, str], folder: str) -> list[dict[st
     many = prompt_rows(13, (Kind.SOME_UNSCORED, Kind.IDENTICAL, None, None, Kind.UNSCORED), seed=9)
     runs[-1] |= {"eval": {"many": many, "one": many[1:2]}}
     runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
-    for stage in JUDGED_STAGES:  # with the 5 pairs of the first window, the second rank's last micro-batch is empty
-        name = f"OnlineDPO-judged-{stage}-{world}"
-        runs.append(run(name, "OnlineDPO", models, stage, 2, 4 // world, folder=folder, **JUDGED))
+    # With the 5 pairs of the first window, the second rank's last micro-batch is empty.
+    judged = JUDGED_STAGES[world]
+    name = f"OnlineDPO-judged-{judged}-{world}"
+    runs.append(run(name, "OnlineDPO", models, judged, 2, 4 // world, folder=folder, **JUDGED))
     for stage in {1: ("stage0",), 2: ("stage2", "stage3")}[world]:
         name, schedule = f"OnlineDPO-sparse-{stage}-{world}", "linear"
         runs.append(run(name, "OnlineDPO", models, stage, 1, 4 // world, folder=folder, lr_scheduler_type=schedule))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from support import continuing
 
 pytest_plugins = ["pytester"]
@@ -39,7 +37,6 @@ def pytest_configure(config):
 """
 
 
-@pytest.mark.ci
 def test_only_what_has_not_passed_runs_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(test_it=TESTS)
     pytester.makeconftest(CONFTEST)
@@ -49,10 +46,9 @@ def test_only_what_has_not_passed_runs_again(pytester: pytest.Pytester, monkeypa
 
     def run(*more: str | Path, broken: str | None = None, **outcomes: int) -> None:
         with monkeypatch.context() as patched:
-            patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT)]))
             if broken:
                 patched.setenv("BROKEN", broken)
-            pytester.runpytest_subprocess(*more).assert_outcomes(**outcomes)
+            pytester.runpytest_inprocess(*more).assert_outcomes(**outcomes)
 
     # A failing call and a failing teardown are both no pass; each is run again.
     run(*option, broken="c", failed=1, passed=3, errors=1)

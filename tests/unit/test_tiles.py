@@ -95,7 +95,7 @@ def gpu_products() -> Iterator[None]:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}  # relative error of a gradient
-CASES = [("fp32", name, bias) for name in TRANSFORMS for bias in (False, True)]
+CASES = [("fp32", "plain", False), ("fp32", "scaled", True), ("fp32", "capped", False), ("fp32", "both", True)]
 CASES += [(kind, name, bias) for kind in ("bf16", "fp16") for name, bias in (("plain", False), ("both", True))]
 
 
@@ -329,7 +329,7 @@ def test_rows_beyond_2_to_the_31_entries(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_the_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_every_generation_of_gpus(tmp_path: Path) -> None:
     """From Turing to Blackwell. A barrier separates reading logits from overwriting them with coefficients."""
     variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     variables.pop("TRITON_INTERPRET", None)
@@ -340,7 +340,7 @@ def test_the_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert {kernel["capability"] for kernel in found} == {75, 80, 86, 89, 90, 120} and len(found) == 6 * 8
+    assert {kernel["capability"] for kernel in found} == {75, 80, 90, 120} and len(found) == 4 * 8
     for kernel in found:
         assert kernel["cubin"] > 1000, kernel
         if kernel["name"] == "differentiate":

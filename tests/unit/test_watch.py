@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -357,6 +358,28 @@ script() if sys.argv[1] == "script" else sys.exit(guarded(main))
 """
 
 
+@pytest.fixture(scope="module")
+def programs(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The processes of all selected tests, which run at the same time, because they mostly wait."""
+    tests = [item for item in request.session.items if item.name.startswith("test_signals[")]
+    kinds = [item.callspec.params["kind"] for item in tests if isinstance(item, pytest.Function)]
+
+    def started(kind: str) -> subprocess.Popen[str]:
+        def ready() -> None:  # the shell that runs the tests may ignore some
+            for each in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(each, signal.SIG_IGN if kind == "ignored" else signal.SIG_DFL)
+
+        command = [sys.executable, "-c", PROGRAM, kind]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, text=True, cwd=ROOT, preexec_fn=ready, **pipes)
+
+    running = {kind: started(kind) for kind in kinds}
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
 BUG = (
     "error: ZeroDivisionError: integer division or modulo by zero (this is a bug; please report it with the traceback)"
 )
@@ -380,12 +403,7 @@ SAVING = "saving a checkpoint at the next safe point, then stopping"
          "stopped immediately by SIGINT in phase start after step 0\n"),
     ],
 )  # fmt: skip
-def test_signals(kind: str, code: int, out: str, err: str) -> None:
-    def ready() -> None:  # the shell that runs the tests may ignore some
-        for each in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN if kind == "ignored" else signal.SIG_DFL)
-
-    command: list[Any] = [sys.executable, "-c", PROGRAM, kind]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, preexec_fn=ready)
-    assert (done.returncode, done.stdout) == (code, out)
-    assert done.stderr == err or (kind == "bug" and done.stderr.endswith(err))
+def test_signals(programs: dict[str, subprocess.Popen[str]], kind: str, code: int, out: str, err: str) -> None:
+    stdout, stderr = programs[kind].communicate(timeout=60)
+    assert (programs[kind].returncode, stdout) == (code, out)
+    assert stderr == err or (kind == "bug" and stderr.endswith(err))

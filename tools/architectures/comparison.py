@@ -95,7 +95,7 @@ def _check_config(config: PretrainedConfig) -> None:
 
 
 def _compared(model_type: str, model: PreTrainedModel) -> Result:
-    completion_bytes(model, 100)  # the check of Online DPO before the first rollout
+    completion_bytes(model.config, 4, 100)  # the check of Online DPO before the first rollout
     model.train()
     disable_dropout(model)
     note = ""

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-CAPABILITIES = (75, 80, 86, 89, 90, 120)
+CAPABILITIES = (75, 80, 90, 120)  # the first card of each generation
 FLAGS = ("SCALED", "CAPPED", "HAS_BIAS")
 KINDS = {
     "barrier": r"\bbar\.sync|\bbarrier\.sync",

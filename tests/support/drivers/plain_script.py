@@ -79,7 +79,7 @@ def main() -> None:
         print("stopped")
         raise
     except ZeroDivisionError:  # a rank that leaves the others alone, but does not exit
-        time.sleep(15)
+        time.sleep(10)
         os._exit(0)
     trainer.close()
 

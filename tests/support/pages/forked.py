@@ -2,8 +2,9 @@
 
 Starting Python for a command of this project takes 9 s of CPU time for imports alone. The commands in a folder on
 ``PATH`` pass such calls to the server of :mod:`tools.ranks`, and every other call to the real ``python``. A page still
-runs the same script in Bash, with the same arguments, environment and working directory. The model with which all
-tutorials start is created once, and copied for the others.
+runs the same script in Bash, with the same arguments, environment and working directory.
+
+The model with which all tutorials start is created once, and copied for the others, also where nothing is forked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,7 @@ _COMMANDS = ("train", "precompute", "prepare", "export", "sample", "compare")
 _LAUNCHED = "|".join(f"launch/{name}.py|./launch/{name}.py" for name in _COMMANDS)
 _PYTHON = """\
 #!/bin/sh
-case "$1" in
-  {launched})
-    script="$1"; shift
-    exec {python} {client} {address} "$script" "$@" ;;
-esac
+{fork}
 if [ "$*" = "{shared}" ]; then
   if [ ! -e {kept}.done ]; then
     {python} "$@" >{kept}.out 2>&1 || {{ cat {kept}.out; exit 1; }}
@@ -35,6 +32,12 @@ if [ "$*" = "{shared}" ]; then
 fi
 exec {python} "$@"
 """
+_FORK = """\
+case "$1" in
+  {launched})
+    script="$1"; shift
+    exec {python} {client} {address} "$script" "$@" ;;
+esac"""
 _SHARED = "-m examples.support outputs/support"
 _CONSOLE = """\
 #!/bin/sh
@@ -63,16 +66,24 @@ def forked_python(folder: Path, address: str) -> list[str]:
     return [sys.executable, str(folder / "client.py"), address]
 
 
-def make_commands(folder: Path, address: str) -> Path:
-    """Write the two commands, which use the server at ``address``, and return their folder."""
+def make_commands(folder: Path, kept: Path, address: str = "") -> Path:
+    """Write the two commands and return their folder.
+
+    Args:
+        folder: where to write them.
+        kept: where the first model of the tutorials is stored once it exists; the same for all folders.
+        address: the address of the server; without one, nothing is forked.
+    """
     folder.mkdir(parents=True)
     client, module = folder / "client.py", folder / "deepspeed_alignment.py"
-    client.write_text(_CLIENT.format(root=str(ROOT)))
-    module.write_text(_MODULE)
     values = {"python": sys.executable, "client": client, "address": address, "module": module}
-    values |= {"shared": _SHARED, "kept": folder / "support"}
-    (folder / "python").write_text(_PYTHON.format(launched=_LAUNCHED, **values))
-    (folder / "deepspeed-alignment").write_text(_CONSOLE.format(names="|".join(_COMMANDS), **values))
-    for name in ("python", "deepspeed-alignment"):
+    fork = _FORK.format(launched=_LAUNCHED, **values) if address else ""
+    scripts = {"python": _PYTHON.format(fork=fork, shared=_SHARED, kept=kept, **values)}
+    if address:
+        client.write_text(_CLIENT.format(root=str(ROOT)))
+        module.write_text(_MODULE)
+        scripts["deepspeed-alignment"] = _CONSOLE.format(names="|".join(_COMMANDS), **values)
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
         os.chmod(folder / name, 0o755)
     return folder

@@ -1,0 +1,229 @@
+"""The memory plan of a run, and the changes with which it fits."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from alignment.config.dtypes import planned
+from alignment.config.errors import AlignmentError
+from alignment.config.options import AlignmentConfig
+from alignment.config.options_online import OnlineOptions
+from alignment.engines.memory import ranks_of_host
+from alignment.models.source import ModelSource, model_source
+from alignment.models.tasks import CLASSIFIER
+from alignment.planning.changes import Change, possible, sufficient
+from alignment.planning.engines import EnginePlan, plan_engines
+from alignment.planning.gpu_terms import usable_bytes
+from alignment.planning.memory import smallest_card
+from alignment.planning.plan import Frozen, MemoryPlan, NotPlanned, Planner
+from alignment.planning.table import GB, lines, verdict
+from alignment.run.ranks import tell, world_size
+from alignment.training.arguments import balancing_coefficient
+
+if TYPE_CHECKING:
+    from alignment.training.method import AnyMethod
+    from alignment.training.preparation import PlannedModels
+
+
+@dataclass
+class RunPlan:
+    """Plans the memory of a run, and of the run with other options.
+
+    Args:
+        options: its options.
+        method: its method.
+        policy: the policy's model.
+        reference: the reference's model, or None.
+        card: bytes of the smallest GPU that a process can use.
+        memory: bytes of a host's memory.
+        ranks: number of ranks, each with a GPU.
+        hosts: number of hosts.
+        tokens: tokens of the longest sequence; None: what the options allow.
+        kernel: attention kernel.
+        engines: the engine plan; None to make it.
+        arguments: ``peft_config`` and ``live`` of :func:`plan_engines`.
+
+    Raises:
+        NotPlanned: by all attributes, if the model cannot be counted.
+    """
+
+    options: AlignmentConfig
+    method: AnyMethod
+    policy: ModelSource
+    reference: ModelSource | None
+    card: float
+    memory: float = math.inf
+    ranks: int = 1
+    hosts: int = 1
+    tokens: int | None = None
+    kernel: str = "flash"
+    engines: EnginePlan | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """The planner of these options."""
+        engines = self.engines or plan_engines(self.options, self.policy, self.reference, **self.arguments)
+        columns = 2 if isinstance(self.options, OnlineOptions) else max(1, len(self.method.completions))
+        return Planner(
+            self.options,
+            engines,
+            self.ranks,
+            sequences=columns,
+            referenced=columns * (2 if self.method.draws_partners else 1),
+            hosts=self.hosts,
+            rewards=self._rewards,
+            kernel=self.kernel,
+            aux_loss=balancing_coefficient(self.options, self.policy.config) is not None,
+        )
+
+    @functools.cached_property
+    def plan(self) -> MemoryPlan:
+        """The plan, with as few recomputed layers as fit if the options leave that to the plan."""
+        return self.planner.plan(self.tokens, self._recomputed)
+
+    @property
+    def _recomputed(self) -> int | None:
+        if self.options.gradient_checkpointing == "auto":
+            return self.planner.layers_to_recompute(self.card, self.tokens)
+        return None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits in the memory of each GPU and each host."""
+        return self.plan.fits(self.card, self.memory)
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The longest sequences that fit, in tokens; 0 if none do."""
+        free = self.options.gradient_checkpointing == "auto"
+        return self.planner.longest_that_fits(self.card, self.memory, self.plan.layers if free else None)
+
+    @property
+    def checkpointed_layers(self) -> int:
+        """Number of decoder layers to recompute."""
+        return self.plan.checkpointed
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the largest micro-batch that fits; None if all rows of one do."""
+        rows, each = self.options.per_device_train_batch_size, self.planner.sequences
+        while rows > 1 and not self._with_rows(rows).fits:
+            rows //= 2
+        whole = rows == self.options.per_device_train_batch_size
+        return None if whole else rows * each * self.plan.tokens
+
+    def _with_rows(self, rows: int) -> RunPlan:
+        return self._with({"per_device_train_batch_size": rows})
+
+    def _with(self, changed: dict[str, Any]) -> RunPlan:
+        """Return the plan of the same run with other options."""
+        options = copy.copy(self.options)
+        vars(options).update(changed)
+        tokens = None if "max_length" in changed else self.tokens
+        return replace(self, options=options, engines=None, tokens=tokens)
+
+    def peak(self, phase: str) -> int:
+        """Return the bytes on each GPU in a phase; 0 if the run has no such phase."""
+        return self.plan.peak(phase) if phase in self.plan.gpu else 0
+
+    @functools.cached_property
+    def sufficient_changes(self) -> list[Change]:
+        """Up to three changes of options, each of which makes the run fit."""
+        stage = int(self.planner.engines.policy["zero_optimization"]["stage"])
+        single = possible(self.options, stage, self.ranks, self.planner.engines.adapters is not None)
+        return sufficient(
+            list(single),
+            self._changed,
+            lambda plan: plan.fits(self.card, self.memory),
+            lambda change: self._with(dict(change.options)).longest,
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan as a table, and if the run does not fit, the changes with which it does."""
+        yield from lines(self.plan, self.card, self.memory)
+        if not self.fits:
+            yield from ("with one of these it fits:", *(f"  {change}" for change in self.changes()))
+
+    def describe(self) -> str:
+        """Return a line for the start of a run, with the changes if it does not fit."""
+        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}"
+        if self.fits:
+            return text
+        return f"warning: {text}; with one of these it fits: {'; '.join(self.changes()) or 'no known change'}"
+
+    def compared(self, phases: Mapping[str, Mapping[str, float]]) -> str:
+        """Return the predicted and the measured peak of each phase, from the totals of phases."""
+        found = (
+            f"{name} {self.peak(name) / GB:.2f} and {phases[name]['peak_bytes'] / GB:.2f} GB"
+            for name in self.plan.gpu
+            if phases.get(name, {}).get("peak_bytes")
+        )
+        return f"predicted and measured: {', '.join(found)}"
+
+    def changes(self) -> list[str]:
+        """Return a line for each of :attr:`sufficient_changes`."""
+        return [change.describe() for change in self.sufficient_changes]
+
+    def _changed(self, change: Change) -> MemoryPlan | None:
+        try:
+            return self._with(dict(change.options)).plan
+        except (AlignmentError, NotPlanned):
+            return None  # the options contradict each other
+
+    @property
+    def _rewards(self) -> tuple[Frozen, ...]:
+        path = getattr(self.options, "reward_model_path", None)
+        if not isinstance(self.options, OnlineOptions) or path is None:
+            return ()
+        source = model_source(path, "reward_model_path", self.options, task=CLASSIFIER)
+        rows = self.options.reward_batch_size or 2 * self.options.per_device_train_batch_size
+        return (Frozen("reward model", source, self.options.reward_placement or "offload", "score", rows),)
+
+
+def plan_memory(
+    options: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int = 0
+) -> RunPlan | None:
+    """Plan the memory of a run. Collective.
+
+    Args:
+        options: its options.
+        method: its method.
+        models: its models.
+        longest: tokens of the longest sequence; 0 if it is not known.
+
+    Returns:
+        The plan; None without GPUs, or if the model cannot be counted.
+    """
+    machine = planned()
+    if machine is None:
+        card, memory = smallest_card(), float(psutil.virtual_memory().total)
+    else:
+        card, memory = usable_bytes(machine.gpu_memory) if machine.cuda else None, math.inf
+    if card is None or options.use_cpu:
+        return None
+    run = RunPlan(
+        options,
+        method,
+        models.policy,
+        models.reference if method.needs_reference else None,
+        card=card,
+        memory=memory,
+        ranks=world_size(),
+        hosts=1 if machine is not None else max(1, world_size() // ranks_of_host()),
+        tokens=longest if longest and not isinstance(options, OnlineOptions) else None,
+        engines=models.engines,
+    )
+    try:
+        run.plan  # noqa: B018 - what cannot be planned is found here
+    except NotPlanned as error:
+        tell(f"memory plan: {error}")
+        return None
+    return run
