@@ -25,6 +25,7 @@ import torch
 from support import memory_predictions
 from support.allocations import Allocations
 from support.memory_cases import MemoryCase
+from support.varlen import one_call
 
 import alignment
 from alignment.cli.guarded import guarded
@@ -149,7 +150,8 @@ def main() -> None:
             found[name] = {"planned": str(reason)}
         if run.get("only_plan"):
             continue
-        with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
+        allocations = Allocations(Path(given["library"]), run.get("limits"))
+        with allocations.active(), one_call(allocations.uncounted):
             try:
                 (with_engine if run["engine"] else without_engine)(case, trainer, allocations)
             except torch.OutOfMemoryError:
