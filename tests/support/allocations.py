@@ -84,6 +84,15 @@ class Allocations:
             self._library.stop_counting()
             self.limit(None)
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Do not count what is allocated within this context."""
+        self._library.stop_counting()
+        try:
+            yield
+        finally:
+            self._library.count_allocations()
+
     @property
     def live(self) -> int:
         """Bytes in use, of those allocated within :meth:`active`."""

@@ -25,6 +25,7 @@ import torch
 from support import memory_predictions
 from support.allocations import Allocations
 from support.memory_cases import MemoryCase
+from support.varlen import one_call
 
 import alignment
 from alignment.cli.guarded import guarded
@@ -33,6 +34,7 @@ from alignment.engines.phases import PhaseRecord, Phases
 from alignment.models.checking import why_not_packed
 from alignment.models.loading import checkpoint_first, enable_checkpointing
 from alignment.models.scorer import Scorer
+from alignment.planning.plan import NotPlanned
 from alignment.run.ranks import rank
 from alignment.training import run_engines
 from alignment.training.trainer import AlignmentTrainer
@@ -142,10 +144,14 @@ def main() -> None:
         further = {} if run["engine"] else {"deepspeed": {"zero_optimization": {"stage": 0}}}
         trainer = trainer_of(case, spec.parent / name, **further)
         kind = memory_predictions.with_engine if run["engine"] else memory_predictions.without_engine
-        found[name] = {"planned": kind(case, trainer)}
+        try:
+            found[name] = {"planned": kind(case, trainer)}
+        except NotPlanned as reason:  # a measurement is of use without a plan
+            found[name] = {"planned": str(reason)}
         if run.get("only_plan"):
             continue
-        with Allocations(Path(given["library"]), run.get("limits")).active() as allocations:
+        allocations = Allocations(Path(given["library"]), run.get("limits"))
+        with allocations.active(), one_call(allocations.uncounted):
             try:
                 (with_engine if run["engine"] else without_engine)(case, trainer, allocations)
             except torch.OutOfMemoryError:

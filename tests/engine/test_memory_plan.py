@@ -1,0 +1,103 @@
+"""The memory plan against an allocator that counts, on the configurations of ``support/memory_cases.py``.
+
+The plan is made for a CPU's attention, without what only a GPU allocates: its context, buffers of NCCL, workspaces of
+kernels. Packed rows are measured with attention that allocates as a GPU's does (``support/varlen.py``). What a CPU
+cannot confirm: the rounding and fragmentation of CUDA's caching allocator, workspaces of kernels for GPUs, and the
+temporaries of quantization while 4-bit weights are loaded (those of dequantization are alike: one weight at a time).
+
+Deviations are relative to the peak of the run, because only that decides whether a run fits: a small phase may be
+planned with a larger error of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DRIVERS
+from support.allocations import library
+from support.memory_cases import MemoryCase, cases
+
+from alignment.planning.gpu_terms import RESERVE
+from tools.ranks import RankServer
+
+Planned = Mapping[str, Mapping[str, float]]
+Measure = Callable[[MemoryCase, bool], dict[str, Any]]
+WITHOUT_ENGINE, WITH_ENGINE = (-0.01, 0.06), (-0.03, 0.10)
+# Phases of a run that the plan has under another name, or under one name.
+SAME = {"kl": "reference", "eval reference": "reference", "eval kl": "reference", "eval rollout": "rollout"}
+SAMPLE = (594,)  # in the default tests
+
+
+def deviations(planned: Planned, peaks: Mapping[str, int]) -> dict[str, float]:
+    """Return how much more is planned than was measured in each phase and at the peak, as shares of the run's peak."""
+    measured: dict[str, int] = {}
+    for name, size in peaks.items():
+        phase = SAME.get(name, name)
+        measured[phase] = max(measured.get(phase, 0), size)
+    total, sums = max(measured.values()), {name: sum(parts.values()) for name, parts in planned.items()}
+    found = {name: (sums[name] - measured[name]) / total for name in sums.keys() & measured.keys()}
+    return {**found, "peak": (max(sums.values()) - total) / total}
+
+
+def wrong(planned: Planned, peaks: Mapping[str, int], within: tuple[float, float]) -> dict[str, str]:
+    """Return the deviations that are outside of these limits."""
+    low, high = within
+    found = deviations(planned, peaks)
+    return {name: f"{share:+.1%}" for name, share in found.items() if not low <= share <= high}
+
+
+@pytest.fixture
+def measure(ranks: RankServer, tmp_path: Path) -> Measure:
+    def measured(case: MemoryCase, engine: bool) -> dict[str, Any]:
+        spec = tmp_path / "spec.json"
+        spec.write_text(json.dumps({"library": str(library()), "runs": [{"seed": case.seed, "engine": engine}]}))
+        ranks.run(DRIVERS / "memory_runs.py", spec, nproc=case.ranks if engine else 1, timeout=900)
+        found = [json.loads(file.read_text()).popitem()[1] for file in sorted(tmp_path.glob("rank*.json"))]
+        names = found[0]["peaks"]
+        return {**found[0], "peaks": {name: max(each["peaks"][name] for each in found) for name in names}}
+
+    return measured
+
+
+def check(found: dict[str, Any], within: tuple[float, float]) -> None:
+    assert isinstance(found["planned"], dict), found["planned"]
+    assert wrong(found["planned"], found["peaks"], within) == {}, (found["planned"], found["peaks"])
+    peak = max(sum(parts.values()) for parts in found["planned"].values())
+    assert peak * (1 + RESERVE) >= max(found["peaks"].values())
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.seed in SAMPLE], ids=lambda case: case.name)
+def test_a_micro_batch_takes_the_planned_memory(measure: Measure, case: MemoryCase) -> None:
+    found = measure(case, False)
+    check(found, WITHOUT_ENGINE)
+    # The instrument and the plan have the same weights, so that all else is compared.
+    assert found["after"]["load"] == pytest.approx(found["after"]["weights"], rel=0.02, abs=2e5)
+    # Plans that are made wrong fail: without one layer's activations, with half of them, or with two heads.
+    train = found["planned"]["train"]
+    for part, factor in (("layers", 1 - 1 / case.layers), ("layers", 0.5), ("head", 2.0), ("weights", 0.5)):
+        made_wrong = {**found["planned"], "train": {**train, part: factor * train[part]}}
+        assert wrong(made_wrong, found["peaks"], WITHOUT_ENGINE), part
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", [case for case in cases() if case.seed not in SAMPLE], ids=lambda case: case.name)
+def test_every_micro_batch_takes_the_planned_memory(measure: Measure, case: MemoryCase) -> None:
+    check(measure(case, False), WITHOUT_ENGINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_every_run_takes_the_planned_memory(measure: Measure, case: MemoryCase) -> None:
+    found = measure(case, True)
+    check(found, WITH_ENGINE)
+    train = found["planned"]["train"]
+    if "optimizer states" in train and train["optimizer states"] > 0.1 * sum(train.values()):
+        halved = {
+            phase: {**parts, "optimizer states": parts.get("optimizer states", 0) / 2}
+            for phase, parts in found["planned"].items()
+        }
+        assert wrong(halved, found["peaks"], WITH_ENGINE), "states of fp32 are not those of 16 bits"
