@@ -57,6 +57,11 @@ class EngineBytes:
     step: Parts
     host: Parts
 
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients on a GPU at the end of a window."""
+        return int(self.resident.get("gradients", 0) + self.complete.get("gradients", 0))
+
 
 def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> EngineBytes:
     """Return what an engine with this JSON allocates.
@@ -66,7 +71,7 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     fp32, in the step; at stage 3 for one sub-group at a time.
     """
     zero = config["zero_optimization"]
-    stage, n, c = int(zero["stage"]), trained.numel, trained.itemsize
+    stage, n, c = int(zero["stage"]), float(trained.numel), float(trained.itemsize)
     share = n if stage == 0 else n / ranks
     own = trained.accumulated or c
     copied = 0 if own != c or trained.master != _FP32 else c + (_FP32 if c != _FP32 else 0)
@@ -88,7 +93,11 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         return EngineBytes(resident, {}, {"gradients": c * trained.widest}, step, {})
     if stage == 1 or trained.once:  # full gradients, reduced at the end of the window
         begun = {"gradients": own * n if trained.accumulated else 0}
-        complete = {"gradients": own * n + own * share, "buckets": bucket if trained.once else 0}
+        # Gradients in another dtype are accumulated at the end of each backward pass, before they are reduced.
+        complete = {
+            "gradients": own * n + max(own * share, c * n if own != c else 0),
+            "buckets": bucket if trained.once else 0,
+        }
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
         begun = {"gradients": own * share if trained.accumulated else 0, "buckets": buckets}
@@ -97,11 +106,18 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
 
 
 def _offloaded(stage: int, trained: Trained, states: Parts, share: float, bucket: float) -> EngineBytes:
-    """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU."""
-    own = trained.accumulated or trained.itemsize
+    """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU.
+
+    Below stage 3, gradients that are accumulated in another dtype than that of the weights stay on the GPU.
+    """
+    n, c = float(trained.numel), float(trained.itemsize)
+    own = trained.accumulated or c
+    separate = own != c and stage < 3
     host = states | {"gradients": (_FP32 + own) * share}
     host["page-locked rounding"] = sum(page_locked(size) - size for size in host.values())
-    full = own * trained.numel if stage < 3 and trained.once else 0
-    begun = {"gradients": full, "buckets": 2 * bucket}
-    complete = {"gradients": full + trained.itemsize * trained.widest, "buckets": 2 * bucket}
+    full = own * n if stage < 3 and trained.once else 0
+    begun = {"gradients": full + (own * share if separate and not full else 0), "buckets": 2 * bucket}
+    complete = {"gradients": full, "buckets": 2 * bucket + c * trained.widest}
+    if separate:
+        complete["gradients"] += max(own * share, c * n if full else 0)
     return EngineBytes({}, begun, complete, {}, host)
