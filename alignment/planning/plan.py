@@ -7,30 +7,31 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from alignment.config.deepspeed_keys import value_at
+from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import first_line
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.optimizers import step_bytes
+from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 from alignment.planning.activations import Counting, Shape, Trend
 from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
 from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE, page_locked
+from alignment.planning.gradients import GradientPlan, candidates, micro_batches
 from alignment.planning.weights import Weights, weights_of
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 from alignment.rollout.memory import completion_bytes
 
-if TYPE_CHECKING:
-    from alignment.planning.engines import EnginePlan
-
 PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
 Parts = dict[str, float]
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STEP, _MOST = 64, 2**20  # tokens: resolution and limit of the longest sequences
 
 
@@ -103,6 +104,28 @@ class Frozen:
     alone: bool = False
 
 
+class Engines(Protocol):
+    """The parts of an :class:`~alignment.planning.engines.EnginePlan` that memory depends on."""
+
+    @property
+    def dtypes(self) -> DtypePlan: ...
+
+    @property
+    def compute(self) -> torch.dtype: ...
+
+    @property
+    def source(self) -> ModelSource: ...
+
+    @property
+    def policy(self) -> dict[str, Any]: ...
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+
+    @property
+    def reference(self) -> ReferencePlan | AdapterReferencePlan | None: ...
+
+
 @dataclass
 class Planner:
     """Plans the memory of a run.
@@ -118,10 +141,12 @@ class Planner:
         kernel: attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
         aux_loss: whether a load-balancing loss is computed.
         scored: largest share of a sequence's tokens that is scored.
+        card: bytes of the smallest GPU, in which gradients are accumulated in the first way that fits; by default, all
+            do.
     """
 
     options: AlignmentConfig
-    engines: EnginePlan
+    engines: Engines
     ranks: int
     sequences: int = 2
     referenced: int = 2
@@ -130,8 +155,10 @@ class Planner:
     kernel: str = "flash"
     aux_loss: bool = False
     scored: float = 1.0
+    card: float = math.inf
     _trends: dict[Any, Trend] = field(default_factory=dict)
     _countings: dict[Any, Counting] = field(default_factory=dict)
+    _counted: list[ModelSource] = field(default_factory=list)  # kept, so that their ids stay unique
 
     @functools.cached_property
     def weights(self) -> Weights | None:
@@ -166,13 +193,38 @@ class Planner:
         Raises:
             NotPlanned: the model cannot be counted.
         """
+        return self._assembly(self.gradients(tokens), tokens, checkpointed).plan()
+
+    def gradients(self, tokens: int | None = None) -> GradientPlan | None:
+        """Return how gradients are accumulated over a window; None if there is nothing to choose.
+
+        This is the first of :func:`candidates` with which training fits in the card, or the one that needs the least.
+        It does not depend on the number of recomputed layers that ``auto`` chooses.
+        """
+        zero = self.engines.policy["zero_optimization"]
+        offloaded = value_at(zero, "offload_optimizer.device") == "cpu"
+        found = candidates(self.engines.dtypes, int(zero["stage"]), self.ranks, offloaded=offloaded)
+        if micro_batches(self.options) == 1 or not found:
+            return None
+        try:
+            chosen = found[0]
+            if self.card < math.inf:
+                needed = {one: self._assembly(one, tokens).training() for one in found}
+                least = min(found, key=needed.__getitem__)
+                chosen = next((one for one in found if needed[one] <= self.card), least)
+            return replace(chosen, device_bytes=self._assembly(chosen, tokens).engine.gradients)
+        except NotPlanned:
+            return found[0 if self.card == math.inf else -1]
+
+    def _assembly(
+        self, gradients: GradientPlan | None, tokens: int | None, checkpointed: int | None = None
+    ) -> _Assembly:
         weights = self.weights
         if weights is None or not weights.layers:
             raise NotPlanned(f"the decoder layers of {self.engines.source.name} cannot be counted")
-        tokens = tokens or self.longest
         if checkpointed is None:
             checkpointed = weights.layers if self.options.gradient_checkpointing else 0
-        return _Assembly(self, weights, tokens, checkpointed).plan()
+        return _Assembly(self, weights, tokens or self.longest, checkpointed, gradients)
 
     def longest_that_fits(self, card: float, memory: float = math.inf, checkpointed: int | None = None) -> int:
         """Return the longest sequences that fit, within 2 %, a multiple of 64 tokens; 0 if none do.
@@ -216,6 +268,7 @@ class Planner:
         """Return the stand-ins of a model, which are kept for further shapes."""
         if id(source) not in self._countings:
             options, policy = self.options, source is self.engines.source
+            self._counted.append(source)
             arguments = {"use_reentrant": False} | dict(keywords(options.gradient_checkpointing_kwargs))
             self._countings[id(source)] = Counting(
                 source,
@@ -248,6 +301,11 @@ class _Assembly:
     weights: Weights
     tokens: int
     checkpointed: int
+    gradients: GradientPlan | None
+
+    def training(self) -> float:
+        """Return the bytes on a GPU that training needs, with the reserve."""
+        return max(_total(added(parts, self._context)) for parts in (self._train(), self._step())) * (1 + RESERVE)
 
     def plan(self) -> MemoryPlan:
         gpu = {"load": self._load(), "train": self._train(), "step": self._step(), "save": self._save()}
@@ -300,22 +358,18 @@ class _Assembly:
         return {"CUDA context": CONTEXT, "NCCL": NCCL if self.planner.ranks > 1 else 0}
 
     @functools.cached_property
-    def _engine(self) -> EngineBytes:
-        options, dtypes = self.planner.options, self.planner.engines.dtypes
-        several = options.gradient_accumulation_steps > 1 or options.max_tokens_per_batch is not None
-        sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-        named = value_at(self._config, "data_types.grad_accum_dtype")
-        wide = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(named), sizes[dtypes.accumulate])
-        if dtypes.accumulation_is_free and self._stage == 2 and not self._offloaded("optimizer"):
-            wide = 4
+    def engine(self) -> EngineBytes:
+        """What the policy's engine allocates."""
+        options, dtypes, gradients = self.planner.options, self.planner.engines.dtypes, self.gradients
+        accumulate = dtypes.accumulate if gradients is None else gradients.accumulate
         trained = Trained(
             numel=self.weights.trained,
             widest=self.weights.widest if self.planner.engines.adapters is None else 0,
             itemsize=self.planner.engines.compute.itemsize,
             states=step_bytes(options),
-            master=sizes[dtypes.master],
-            accumulated=wide if several else None,
-            once=several and self.planner.ranks > 1 and self._stage in (1, 2),
+            master=_BYTES[dtypes.master],
+            accumulated=_BYTES[accumulate] if micro_batches(options) > 1 else None,
+            once=gradients is not None and gradients.once,
         )
         return engine_bytes(self._config, trained, self.planner.ranks)
 
@@ -347,12 +401,11 @@ class _Assembly:
 
     def _placed(self, model: Frozen) -> Parts:
         weights = weights_of(model.source, self.planner.engines.compute)
-        share = {"replica": 1.0, "sharded": 1 / self.planner.ranks, "offload": 0.0}[model.placement]
-        return {model.name: 0.0 if weights is None else weights.base * share}
+        return {model.name: 0.0 if weights is None else weights.placed(model.placement, self.planner.ranks)}
 
     @functools.cached_property
     def _always(self) -> Parts:
-        return added(self._policy, self._engine.resident, self._others)
+        return added(self._policy, self.engine.resident, self._others)
 
     # Phases ---------------------------------------------------------------------------------------------------------
 
@@ -380,8 +433,8 @@ class _Assembly:
             starts[1] = added(starts[1], kept)
         ends = peaks[0][0].of(1)
         return max(
-            *(added(self._always, self._engine.begun, live, start) for start in starts),
-            added(self._always, self._engine.complete, live, ends),
+            *(added(self._always, self.engine.begun, live, start) for start in starts),
+            added(self._always, self.engine.complete, live, ends),
             key=_total,
         )
 
@@ -390,7 +443,7 @@ class _Assembly:
         return float(sum(trend.each.values()))
 
     def _step(self) -> Parts:
-        return added(self._always, self._engine.step)
+        return added(self._always, self.engine.step)
 
     def _save(self) -> Parts:
         return added(self._always, {"gathered layers": self.weights.widest * self.planner.engines.compute.itemsize} if self._stage == 3 else {})
@@ -431,7 +484,7 @@ class _Assembly:
         """Bytes on a host, of all its ranks."""
         here = -(-self.planner.ranks // self.planner.hosts)
         parts: Parts = {"processes": HOST_PROCESS}
-        parts |= self._engine.host
+        parts |= self.engine.host
         if self._stage == 3 and self._offloaded("weights"):
             parts["weights"] = page_locked(self.weights.base / self.planner.ranks)
         for model in self.planner.frozen:
