@@ -29,7 +29,8 @@ from alignment.online.arguments import (
 )
 from alignment.online.ranking import JudgeRanker, Ranker, RewardRanker
 from alignment.online.window import OnlineWindowPass
-from alignment.planning.memory import Cards
+from alignment.planning.placing import Cards, Choice
+from alignment.planning.plan import Frozen
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
@@ -108,7 +109,7 @@ class OnlineResources(Resources):
         """Return a model source for a model or path, else a function source."""
         if not is_classifier(given):
             return FunctionReward(load_callable(given, "reward_funcs") if isinstance(given, str) else given)
-        options, bits = self.options, 4 if self.options.reward_load_in_4bit else None
+        options = self.options
         classifier = ClassifierReward(
             given,
             tokenizer,
@@ -117,18 +118,24 @@ class OnlineResources(Resources):
             placement=options.reward_placement,
             deepspeed=options.reward_deepspeed,
             batch_size=options.reward_batch_size,
-            in_4bit=bits is not None,
+            in_4bit=bool(options.reward_load_in_4bit),
             place=self._place,
         )
         if self.cards is not None and (options.reward_placement or options.reward_deepspeed) is not None:
-            self.cards.take(classifier.source, bits, classifier.frozen.placement.name)
+            self.cards.take(classifier.source, classifier.frozen.placement.name)
         self.classifiers.append(classifier)
         return classifier
 
-    def _place(self, source: ModelSource, bits: int | None) -> tuple[str, str] | None:
+    def _place(self, source: ModelSource) -> Choice | None:
         """Return the placement of a reward model, given the models placed before it, and the reason."""
-        choice = None if self.cards is None else self.cards.place(source, bits)
-        return None if choice is None else (choice.placement, choice.why)
+        return None if self.cards is None else self.cards.place(source)
+
+    @property
+    def frozen(self) -> tuple[Frozen, ...]:
+        return tuple(
+            Frozen("reward model", one.source, one.frozen.placement.name, "score", one.batch_size)
+            for one in self.classifiers
+        )
 
     def check_data(self, data: PreparedData) -> None:
         """Check that the rows can be scored: columns that functions require, and a chat template.

@@ -60,6 +60,11 @@ class EngineBytes:
     step: Parts
     host: Parts
 
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients on a GPU at the end of a window."""
+        return int(self.resident.get("gradients", 0) + self.complete.get("gradients", 0))
+
 
 def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> EngineBytes:
     """Return what an engine with this JSON allocates.
@@ -94,7 +99,11 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         return EngineBytes(resident, {}, 0.0, {}, step, {})
     if stage == 1 or trained.once:  # full gradients, reduced at the end of the window
         begun = {"gradients": own * n if trained.accumulated else 0}
-        complete = {"gradients": own * n + own * share, "buckets": bucket if trained.once else 0}
+        # Gradients in another dtype are accumulated at the end of each backward pass, before they are reduced.
+        complete = {
+            "gradients": own * n + max(own * share, c * n if own != c else 0),
+            "buckets": bucket if trained.once else 0,
+        }
         kept = 0.0 if trained.accumulated else 1.0
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
@@ -105,10 +114,16 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
 
 
 def _offloaded(stage: int, trained: Trained, states: dict[str, float], share: float, bucket: float) -> EngineBytes:
-    """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU."""
-    own = trained.accumulated or trained.itemsize
+    """Masters, states and fp32 gradients in host memory; gradients pass through buckets on the GPU.
+
+    Below stage 3, gradients that are accumulated in another dtype than that of the weights stay on the GPU.
+    """
+    n, c = float(trained.numel), float(trained.itemsize)
+    own = trained.accumulated or c
+    separate = own != c and stage < 3
     host = states | {"gradients": (_FP32 + own) * share}
     host["page-locked rounding"] = sum(page_locked(size) - size for size in host.values())
-    full = own * trained.numel if stage < 3 and trained.once else 0
-    begun = {"gradients": full, "buckets": 2 * bucket}
-    return EngineBytes({}, begun, 0.0, begun, {}, host)
+    full = own * n if stage < 3 and trained.once else 0
+    begun = {"gradients": full + (own * share if separate and not full else 0), "buckets": 2 * bucket}
+    complete = {"gradients": full + (max(own * share, c * n if full else 0) if separate else 0), "buckets": 2 * bucket}
+    return EngineBytes({}, begun, 0.0, complete, {}, host)

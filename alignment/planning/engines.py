@@ -21,7 +21,8 @@ from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource
 from alignment.planning.kernels import check_kernels
-from alignment.planning.memory import Cards, census, smallest_card, use_of_policy
+from alignment.planning.placing import Cards, smallest_card
+from alignment.planning.plan import NotPlanned, Planner
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 from alignment.run.ranks import world_size
@@ -153,7 +154,12 @@ def plan_engines(
 
 
 def with_reference(
-    options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool, longest: int | None = None
+    options: AlignmentConfig,
+    plan: EnginePlan,
+    reference: ModelSource | None,
+    own: bool,
+    longest: int | None = None,
+    sequences: int = 2,
 ) -> EnginePlan:
     """Place the reference on the GPUs. Collective.
 
@@ -163,33 +169,30 @@ def with_reference(
         reference: the reference's model; None for a method without one.
         own: whether it is the initial policy.
         longest: tokens of the longest sequence; None if the rows are unknown.
+        sequences: sequences of a row that are trained on.
 
     Raises:
         OptionError: options of the reference that are not supported.
     """
     if reference is not None or isinstance(options, OnlineOptions):
-        plan = replace(plan, cards=_cards(options, plan, longest))
+        plan = replace(plan, cards=_cards(options, plan, longest, sequences))
     return replace(plan, reference=_planned_reference(options, plan, reference, own))
 
 
-def _cards(options: AlignmentConfig, plan: EnginePlan, longest: int | None) -> Cards | None:
-    """Return the GPUs with the memory that training uses; None without GPUs or if sizes are unknown. Collective."""
+def _cards(options: AlignmentConfig, plan: EnginePlan, longest: int | None, sequences: int) -> Cards | None:
+    """Return the GPUs with the memory that training uses; None without GPUs or if it is unknown. Collective."""
     card = smallest_card()
-    trained = None if card is None else census(plan.source)
-    if card is None or trained is None:
+    if card is None:
         return None
-    ranks, quantization = world_size(), plan.source.quantization
-    use = use_of_policy(
-        options,
-        trained,
-        plan.policy,
-        plan.dtypes,
-        ranks=ranks,
-        bits=None if quantization is None else quantization.bits,
-        trained=None if plan.adapters is None else plan.adapters.trained,
-        longest=longest,
-    )
-    return Cards(options, use, plan.compute.itemsize, ranks, card)
+    # With a card of 0 bytes, gradients are planned to take as little as they can, in favor of the frozen models.
+    alone = replace(plan, reference=None, cards=None)
+    planner = Planner(options, alone, world_size(), sequences=sequences, card=0)
+    if plan.cards is not None:
+        planner = replace(plan.cards.planner, sequences=sequences)  # with the models that it has built
+    try:
+        return Cards(planner, card, longest)
+    except NotPlanned:
+        return None
 
 
 def _planned_reference(
@@ -207,11 +210,29 @@ def _planned_reference(
         return AdapterReferencePlan(adapters)
     precomputed = options.ref_placement == "precomputed"
     asked = None if precomputed else options.ref_placement
-    of_policy = None if plan.source.quantization is None else plan.source.quantization.bits
-    bits = 4 if options.ref_load_in_4bit else of_policy if own and options.ref_load_in_4bit is None else None
+    as_policy = own and options.ref_load_in_4bit is None
+    if own and options.ref_load_in_4bit is False:  # not quantized, even if the policy is
+        kwargs = {name: value for name, value in reference.init_kwargs.items() if name != "quantization_config"}
+        reference = replace(reference, init_kwargs=kwargs)
+    model: ModelSource = reference
+
+    def quantized(stage: int) -> ModelSource:
+        quantization = plan_quantization(
+            options,
+            model.config,
+            model.init_kwargs,
+            key=policy.name if own else "ref_model_name_or_path",
+            in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
+            in_8bit=as_policy and options.load_in_8bit,
+            live=model.live is not None,
+            compute=plan.compute,
+            stage=stage,
+        )
+        return replace(model, quantization=quantization)
+
     by_size, choice = asked is None and options.ref_deepspeed is None, None
     if by_size and cards is not None:
-        choice = cards.place(reference, bits, alone=precomputed)
+        choice = cards.place(quantized(stage=0), alone=precomputed)
     frozen = plan_frozen(
         options,
         "ref",
@@ -222,29 +243,14 @@ def _planned_reference(
         world_size=world_size(),
         micro_batch=options.per_device_train_batch_size,
     )
+    source = quantized(int(frozen.ds_config["zero_optimization"]["stage"]))
     if cards is not None and not by_size and not precomputed:
-        cards.take(reference, bits, frozen.placement.name)
-    as_policy = own and options.ref_load_in_4bit is None
-    if own and options.ref_load_in_4bit is False:  # not quantized, even if the policy is
-        kwargs = {name: value for name, value in reference.init_kwargs.items() if name != "quantization_config"}
-        reference = replace(reference, init_kwargs=kwargs)
-    quantization = plan_quantization(
-        options,
-        reference.config,
-        reference.init_kwargs,
-        key=policy.name if own else "ref_model_name_or_path",
-        in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
-        in_8bit=as_policy and options.load_in_8bit,
-        live=reference.live is not None,
-        compute=plan.compute,
-        stage=int(frozen.ds_config["zero_optimization"]["stage"]),
-    )
-    if options.ref_load_in_4bit is False and quantization is not None:
+        cards.take(source, frozen.placement.name)
+    if options.ref_load_in_4bit is False and source.quantization is not None:
         raise OptionError(
-            f"ref_load_in_4bit=False: {reference.name} is saved with {quantization.bits}-bit weights; remove it"
+            f"ref_load_in_4bit=False: {reference.name} is saved with {source.quantization.bits}-bit weights; remove it"
         )
     given = adapters if own and adapters is not None and not adapters.are_new else None
-    source = replace(reference, quantization=quantization)
     why = "" if choice is None else choice.why
     if by_size and planned() is not None and uses_cuda(options):
         why = "unless it fits on the GPUs of the run"

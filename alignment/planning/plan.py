@@ -6,29 +6,32 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
 
 from alignment.config.deepspeed_keys import value_at
+from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import first_line
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.optimizers import step_bytes
+from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 from alignment.planning.activations import Counting, Shape, Trend
 from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
 from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE, page_locked
+from alignment.planning.gradients import GradientPlan, candidates, micro_batches
 from alignment.planning.weights import Weights, weights_of
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 from alignment.rollout.memory import completion_bytes
 
-if TYPE_CHECKING:
-    from alignment.planning.engines import EnginePlan
-
 PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
 Parts = dict[str, float]
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STEP, _MOST = 64, 2**20  # tokens: resolution and limit of the longest sequences
 _NEVER = 2**60  # bytes
 
@@ -102,6 +105,28 @@ class Frozen:
     alone: bool = False
 
 
+class Engines(Protocol):
+    """The parts of an :class:`~alignment.planning.engines.EnginePlan` that memory depends on."""
+
+    @property
+    def dtypes(self) -> DtypePlan: ...
+
+    @property
+    def compute(self) -> torch.dtype: ...
+
+    @property
+    def source(self) -> ModelSource: ...
+
+    @property
+    def policy(self) -> dict[str, Any]: ...
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+
+    @property
+    def reference(self) -> ReferencePlan | AdapterReferencePlan | None: ...
+
+
 @dataclass
 class Planner:
     """Plans the memory of a run.
@@ -117,10 +142,12 @@ class Planner:
         kernel: attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
         aux_loss: whether a load-balancing loss is computed.
         scored: largest share of a sequence's tokens that is scored.
+        card: bytes of the smallest GPU, in which gradients are accumulated in the first way that fits; by default, all
+            do.
     """
 
     options: AlignmentConfig
-    engines: EnginePlan
+    engines: Engines
     ranks: int
     sequences: int = 2
     referenced: int = 2
@@ -129,8 +156,10 @@ class Planner:
     kernel: str = "flash"
     aux_loss: bool = False
     scored: float = 1.0
-    _countings: dict[int, Counting] = field(default_factory=dict)
-    _weights: dict[int, Weights | None] = field(default_factory=dict)
+    card: float = math.inf
+    # By the id of the model, which is kept so that the id stays unique.
+    _countings: dict[int, tuple[ModelSource, Counting]] = field(default_factory=dict)
+    _weights: dict[int, tuple[ModelSource, Weights | None]] = field(default_factory=dict)
 
     @functools.cached_property
     def weights(self) -> Weights | None:
@@ -164,13 +193,42 @@ class Planner:
         Raises:
             NotPlanned: the model cannot be counted.
         """
+        return self._assembly(self.gradients(tokens), tokens, checkpointed, brief).plan()
+
+    def gradients(self, tokens: int | None = None) -> GradientPlan | None:
+        """Return how gradients are accumulated over a window; None if there is nothing to choose.
+
+        This is the first of :func:`candidates` with which training fits in the card, or the one that needs the least.
+        It does not depend on the number of recomputed layers that ``auto`` chooses.
+        """
+        zero = self.engines.policy["zero_optimization"]
+        offloaded = value_at(zero, "offload_optimizer.device") == "cpu"
+        found = candidates(self.engines.dtypes, int(zero["stage"]), self.ranks, offloaded=offloaded)
+        if micro_batches(self.options) == 1 or not found:
+            return None
+        try:
+            chosen = found[0]
+            if self.card < math.inf:
+                needed = {one: self._assembly(one, tokens).training() for one in found}
+                least = min(found, key=needed.__getitem__)
+                chosen = next((one for one in found if needed[one] <= self.card), least)
+            return replace(chosen, device_bytes=self._assembly(chosen, tokens).engine.gradients)
+        except NotPlanned:
+            return found[0 if self.card == math.inf else -1]
+
+    def _assembly(
+        self,
+        gradients: GradientPlan | None,
+        tokens: int | None,
+        checkpointed: int | None = None,
+        brief: bool = False,
+    ) -> _Assembly:
         weights = self.weights
         if weights is None or not weights.layers:
             raise NotPlanned(f"the decoder layers of {self.engines.source.name} cannot be counted")
-        tokens = tokens or self.longest
         if checkpointed is None:
             checkpointed = weights.layers if self.options.gradient_checkpointing else 0
-        return _Assembly(self, weights, tokens, checkpointed, brief).plan()
+        return _Assembly(self, weights, tokens or self.longest, checkpointed, gradients, brief)
 
     def longest_that_fits(self, card: float, memory: float = math.inf, checkpointed: int | None = None) -> int:
         """Return the longest sequences that fit, within 2 %, a multiple of 64 tokens; 0 if none do.
@@ -221,15 +279,15 @@ class Planner:
     def weights_of(self, source: ModelSource) -> Weights | None:
         """Return the weights of a frozen model."""
         if id(source) not in self._weights:
-            self._weights[id(source)] = weights_of(source, self.engines.compute)
-        return self._weights[id(source)]
+            self._weights[id(source)] = source, weights_of(source, self.engines.compute)
+        return self._weights[id(source)][1]
 
     def _counting(self, source: ModelSource) -> Counting:
         """Return the stand-ins of a model, which are kept for further shapes."""
         if id(source) not in self._countings:
             options, policy = self.options, source is self.engines.source
             arguments = {"use_reentrant": False} | dict(keywords(options.gradient_checkpointing_kwargs))
-            self._countings[id(source)] = Counting(
+            made = Counting(
                 source,
                 self.engines.adapters if policy else None,
                 self.engines.compute,
@@ -239,7 +297,8 @@ class Planner:
                 dropout=not options.disable_dropout,
                 aux_loss=self.aux_loss and policy,
             )
-        return self._countings[id(source)]
+            self._countings[id(source)] = source, made
+        return self._countings[id(source)][1]
 
 
 @dataclass
@@ -250,7 +309,12 @@ class _Assembly:
     weights: Weights
     tokens: int
     checkpointed: int
+    gradients: GradientPlan | None
     brief: bool = False
+
+    def training(self) -> float:
+        """Return the bytes on a GPU that training needs, with the reserve."""
+        return max(_total(added(parts, self._context)) for parts in (self._train(), self._step())) * (1 + RESERVE)
 
     def plan(self) -> MemoryPlan:
         gpu = {"load": self._load(), "train": self._train(), "step": self._step(), "save": self._save()}
@@ -306,22 +370,18 @@ class _Assembly:
         return {"CUDA context": CONTEXT, "NCCL": NCCL if self.planner.ranks > 1 else 0}
 
     @functools.cached_property
-    def _engine(self) -> EngineBytes:
-        options, dtypes = self.planner.options, self.planner.engines.dtypes
-        several = options.gradient_accumulation_steps > 1 or options.max_tokens_per_batch is not None
-        sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-        named = value_at(self._config, "data_types.grad_accum_dtype")
-        wide = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(named), sizes[dtypes.accumulate])
-        if dtypes.accumulation_is_free and self._stage > 1 and not self._offloaded("optimizer"):
-            wide = 4
+    def engine(self) -> EngineBytes:
+        """What the policy's engine allocates."""
+        options, dtypes, gradients = self.planner.options, self.planner.engines.dtypes, self.gradients
+        accumulate = dtypes.accumulate if gradients is None else gradients.accumulate
         trained = Trained(
             numel=self.weights.trained,
             widest=self.weights.widest if self.planner.engines.adapters is None else 0,
             itemsize=self.planner.engines.compute.itemsize,
             states=step_bytes(options),
-            master=sizes[dtypes.master],
-            accumulated=wide if several else None,
-            once=several and self.planner.ranks > 1 and self._stage in (1, 2),
+            master=_BYTES[dtypes.master],
+            accumulated=_BYTES[accumulate] if micro_batches(options) > 1 else None,
+            once=gradients is not None and gradients.once,
         )
         return engine_bytes(self._config, trained, self.planner.ranks)
 
@@ -353,12 +413,11 @@ class _Assembly:
 
     def _placed(self, model: Frozen) -> Parts:
         weights = self.planner.weights_of(model.source)
-        share = {"replica": 1.0, "sharded": 1 / self.planner.ranks, "offload": 0.0}[model.placement]
-        return {model.name: 0.0 if weights is None else weights.base * share}
+        return {model.name: 0.0 if weights is None else weights.placed(model.placement, self.planner.ranks)}
 
     @functools.cached_property
     def _always(self) -> Parts:
-        return added(self._policy, self._engine.resident, self._others)
+        return added(self._policy, self.engine.resident, self._others)
 
     # Phases ---------------------------------------------------------------------------------------------------------
 
@@ -367,7 +426,7 @@ class _Assembly:
         weights, compute = self.weights, self.planner.engines.compute.itemsize
         held = weights.parts() if self._stage < 3 or weights.packed else self._policy
         read = {"reading": weights.widest_packed * compute}
-        masters = {name: size for name, size in self._engine.resident.items() if name == "master weights"}
+        masters = {name: size for name, size in self.engine.resident.items() if name == "master weights"}
         if self.planner.kernel == "cpu" and self._stage in (1, 2):  # flattened in host memory, which is the same here
             masters["flattened"] = weights.trained * compute
         return added(held, max(read, masters, key=_total), self._others)
@@ -376,7 +435,7 @@ class _Assembly:
         """The peak with most activations, with most gradients, or while gradients are reduced."""
         source, layers, k = self.planner.engines.source, self.weights.layers, self.checkpointed
         count = functools.partial(
-            self.planner.activations, source, self._trained, gradients=True, kept=self._engine.kept
+            self.planner.activations, source, self._trained, gradients=True, kept=self.engine.kept
         )
         moments: list[Parts] = []
         if k > 0:
@@ -389,13 +448,13 @@ class _Assembly:
             moments += [] if k else [last.of(layers)]
         live = self._live(self.weights, self._config, self.planner.ranks)
         return max(
-            *(added(self._always, self._engine.begun, live, moment) for moment in moments),
-            added(self._always, self._engine.complete, live),
+            *(added(self._always, self.engine.begun, live, moment) for moment in moments),
+            added(self._always, self.engine.complete, live),
             key=_total,
         )
 
     def _step(self) -> Parts:
-        return added(self._always, self._engine.step)
+        return added(self._always, self.engine.step)
 
     def _save(self) -> Parts:
         return added(
@@ -449,7 +508,7 @@ class _Assembly:
         """Bytes on a host, of all its ranks."""
         here = -(-self.planner.ranks // self.planner.hosts)
         parts: Parts = {"processes": HOST_PROCESS}
-        parts |= self._engine.host
+        parts |= self.engine.host
         if self._stage == 3 and self._offloaded("weights"):
             parts["weights"] = page_locked(self.weights.base / self.planner.ranks)
         for model in self.planner.frozen:

@@ -48,6 +48,10 @@ class Weights:
         """Bytes without adapters."""
         return self.plain + self.packed + self.constants
 
+    def placed(self, placement: str, ranks: int) -> float:
+        """Return the bytes on each GPU of a frozen model, see :mod:`alignment.engines.placement`."""
+        return self.base * {"replica": 1.0, "sharded": 1 / ranks, "offload": 0.0}[placement]
+
     def parts(self, share: float = 1.0) -> dict[str, float]:
         """Return the bytes by part, of a share of all weights."""
         found = {

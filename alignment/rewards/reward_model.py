@@ -30,7 +30,7 @@ from alignment.rewards.callables import raise_together
 from alignment.rewards.samples import Samples, one_turn, spoken
 from alignment.run.ranks import world_size
 
-Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
+Place: TypeAlias = Callable[[ModelSource], tuple[str, str] | None]
 
 
 class ClassifierReward:
@@ -45,8 +45,8 @@ class ClassifierReward:
         options: the run's options.
         dtypes: the run's dtypes; the reward model computes in the policy's dtype.
         placement, deepspeed, batch_size, in_4bit: see ``reward_placement`` and so on in the options.
-        place: chooses a placement for a model with weights of a given number of bits, and returns it with the sizes
-            that explain it; used if both ``placement`` and ``deepspeed`` are None.
+        place: chooses a placement for a model, and returns it with the sizes that explain it; used if both
+            ``placement`` and ``deepspeed`` are None.
 
     Attributes:
         frozen: placement and DeepSpeed configuration of its engine.
@@ -70,7 +70,7 @@ class ClassifierReward:
         deepspeed: str | dict[str, Any] | None = None,
         batch_size: int | None = None,
         in_4bit: bool = False,
-        place: Place = lambda source, bits: None,
+        place: Place = lambda source: None,
     ) -> None:
         self.source = model_source(model, "reward_model_path", options, task=CLASSIFIER)
         self.options, self.dtypes = options, dtypes
@@ -80,7 +80,7 @@ class ClassifierReward:
         self.rows, self._longest = RowTokenizer(tokenizer, whole=True), int(tokenizer.model_max_length)
         self._why = ""
         if placement is None and deepspeed is None:
-            placement, self._why = place(self.source, 4 if in_4bit else None) or (None, "")
+            placement, self._why = place(self._quantized(in_4bit, stage=0)) or (None, "")
         self.batch_size = batch_size or 2 * options.per_device_train_batch_size
         self.frozen = plan_frozen(
             options,
@@ -92,19 +92,23 @@ class ClassifierReward:
             hidden_size=config.hidden_size,
             micro_batch=self.batch_size,
         )
+        self.source = self._quantized(in_4bit, int(self.frozen.ds_config["zero_optimization"]["stage"]))
+        self.truncated = 0
+        self._engine: FrozenEngine | None = None
+
+    def _quantized(self, in_4bit: bool, stage: int) -> ModelSource:
+        """Return the model with its quantization for an engine of this ZeRO stage."""
         quantization = plan_quantization(
-            options,
+            self.options,
             self.source.config,
             self.source.init_kwargs,
             key="reward_model_path",
             in_4bit=in_4bit,
             live=self.source.live is not None,
-            compute=getattr(torch, dtypes.compute),
-            stage=int(self.frozen.ds_config["zero_optimization"]["stage"]),
+            compute=getattr(torch, self.dtypes.compute),
+            stage=stage,
         )
-        self.source = replace(self.source, quantization=quantization)
-        self.truncated = 0
-        self._engine: FrozenEngine | None = None
+        return replace(self.source, quantization=quantization)
 
     def describe(self) -> str:
         """Return one line for the start of a run."""

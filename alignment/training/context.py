@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerState
 from alignment.checkpoint.run_state import Identity, RunState
 from alignment.config.options import AlignmentConfig
 from alignment.engines.phases import Phases
+from alignment.planning.plan import Frozen
 from alignment.reporting.log import JsonlLog
 from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
@@ -90,6 +91,11 @@ class Resources:
     """
 
     metrics: tuple[str, ...] = ()
+
+    @property
+    def frozen(self) -> tuple[Frozen, ...]:
+        """The further models that only compute scores."""
+        return ()
 
     def check_data(self, data: PreparedData) -> None:
         """Refuse a dataset that cannot be used, before anything is loaded."""

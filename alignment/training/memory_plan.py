@@ -21,7 +21,7 @@ from alignment.models.tasks import CLASSIFIER
 from alignment.planning.changes import Change, possible, sufficient
 from alignment.planning.engines import EnginePlan, plan_engines
 from alignment.planning.gpu_terms import usable_bytes
-from alignment.planning.memory import smallest_card
+from alignment.planning.placing import smallest_card
 from alignment.planning.plan import Frozen, MemoryPlan, NotPlanned, Planner
 from alignment.planning.table import GB, lines, verdict
 from alignment.run.ranks import tell, world_size
@@ -82,6 +82,7 @@ class RunPlan:
             rewards=self._rewards,
             kernel=self.kernel,
             aux_loss=balancing_coefficient(self.options, self.policy.config) is not None,
+            card=self.card,
         )
 
     @functools.cached_property

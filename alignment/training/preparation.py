@@ -115,7 +115,8 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
 
 def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:
     """Place the reference again, now that the longest sequence is known, and check ``max_tokens_per_batch``."""
-    least, budget, plan = longest * max(1, len(method.completions)), args.max_tokens_per_batch, models.engines
+    sequences, budget, plan = max(1, len(method.completions)), args.max_tokens_per_batch, models.engines
+    least = longest * sequences
     if budget is not None and budget < least:
         raise OptionError(
             f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
@@ -124,7 +125,7 @@ def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, l
     # Online methods generate their sequences, of up to max_length tokens.
     if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
         reference = models.reference if method.needs_reference else None
-        models.engines = with_reference(args, plan, reference, reference is models.policy, longest)
+        models.engines = with_reference(args, plan, reference, reference is models.policy, longest, sequences)
 
 
 def _load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:

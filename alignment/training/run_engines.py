@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device
-from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
+from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from alignment.internals.peft import as_peft_model
@@ -29,7 +30,9 @@ from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.planning.engines import EnginePlan
-from alignment.planning.gradients import GradientPlan, bytes_in_use, plan_gradients, situation_of, sizes_of
+from alignment.planning.gradients import GradientPlan
+from alignment.planning.placing import smallest_card
+from alignment.planning.plan import Planner
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
@@ -216,15 +219,12 @@ class RunEngines:
             built.callback(self.resources.close)
             for line in self.resources.build():
                 tell(line)
-            others = bytes_in_use()
             if isinstance(plan.reference, ReferencePlan):
                 reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
                 built.callback(reference.close)
-            if self.stores is None:  # an evaluated reference may have changed state, unlike in a resumed run
-                others = bytes_in_use()
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
             scorer = self._scorer(ds_config)
-            gradients = None if training_steps is None else self._plan_gradients(scorer, others)
+            gradients = None if training_steps is None else self._plan_gradients()
             policy = build_engine(
                 scorer,
                 args,
@@ -246,19 +246,25 @@ class RunEngines:
         tell(None if gradients is None else gradients.describe())
         return Models(policy, reference)
 
-    def _plan_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
-        """Plan how the policy's gradients are summed, and write it to its configuration; collective."""
-        args, plan = self.context.args, self.plan
-        # If tokens limit micro-batches, a window has as many as needed, at most one per row.
-        by_rows = args.max_tokens_per_batch is None and not args.auto_find_batch_size
-        parts = 1 if by_rows else args.per_device_train_batch_size
-        most = parts * args.gradient_accumulation_steps
-        at = situation_of(plan.policy, world_size(), most, bool(args.gradient_checkpointing))
-        if not any(self.optimizers):
-            at = replace(at, states=step_bytes(args))
-        made = plan_gradients(sizes_of(scorer, others), plan.dtypes, at)
+    def _plan_gradients(self) -> GradientPlan | None:
+        """Plan how the policy's gradients are accumulated, and write it to its configuration; collective.
+
+        On a CPU, memory is assumed to suffice.
+        """
+        args, method, data = self.context.args, self.context.method, self.context.data
+        planner = Planner(
+            args,
+            self.plan,
+            world_size(),
+            sequences=2 if isinstance(args, OnlineOptions) else max(1, len(method.completions)),
+            rewards=self.resources.frozen,
+            aux_loss=self.aux_coefficient is not None,
+            card=smallest_card() or math.inf,
+        )
+        longest = 0 if isinstance(args, OnlineOptions) else max((each.table.longest for each in data.sets), default=0)
+        made = planner.gradients(longest or None)
         if made is not None:
-            plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]
+            self.plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]
         return made
 
     def _scorer(self, ds_config: dict[str, Any]) -> Scorer:

@@ -16,6 +16,8 @@ from support.fragment_runs import distance
 from support.helpers import STAGES, make_model, options, paired_rows
 
 from alignment import CPOConfig, CPOTrainer
+from alignment.config.dtypes import SHORT
+from alignment.training import run_engines
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.ci
@@ -53,15 +55,20 @@ def test_nothing_is_reduced_before_the_last_micro_batch_or_left_of_a_discarded_w
     assert len(norms) == 5 and 0 < norms[4] < float("inf")
 
 
-def test_a_run_reports_and_uses_the_plan_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a host with enough memory: sums in fp32, as planned for two ranks; the written JSON agrees."""
+@pytest.mark.parametrize(
+    ("card", "accumulate", "often"),
+    [(None, "float32", "reduced once per step"), (1.0, "bfloat16", "reduced after every micro-batch")],
+)
+def test_a_run_reports_and_uses_the_plan_that_fits(
+    card: float | None, accumulate: str, often: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU's memory is assumed to suffice: sums in fp32, as planned for two ranks; the written JSON agrees."""
     given = options(tmp_path, bf16=True, max_steps=1, deepspeed=STAGES["stage2"])
     trainer = CPOTrainer(model=make_model(tmp_path / "model"), args=CPOConfig(**given), train_dataset=paired_rows(8))
-    with contextlib.closing(trainer), mock.patch("alignment.training.run_engines.world_size", return_value=2):
+    seen = mock.patch.multiple(run_engines, world_size=lambda: 2, smallest_card=lambda: card)
+    with contextlib.closing(trainer), seen:
         trainer.train()
-        assert trainer.engines.policy.reduces_once
-    assert (
-        "gradients: accumulated in float32, reduced once per step, 0.00 GiB on each device" in capsys.readouterr().out
-    )
+        assert trainer.engines.policy.reduces_once == (card is None)
+    assert f"gradients: accumulated in {accumulate}, {often}, 0.00 GiB on each device" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
-    assert written["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert written["data_types"] == {"grad_accum_dtype": SHORT[accumulate]}

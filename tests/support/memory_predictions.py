@@ -42,10 +42,10 @@ def without_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
     gradients: dict[str, Any] = {"gradients": weights.trained * trainer.planned.engines.compute.itemsize}
 
     class Alone(planning._Assembly):
-        _engine = functools.cached_property(lambda self: EngineBytes({}, {}, 1.0, gradients, {}, {}))  # type: ignore[assignment]
+        engine = functools.cached_property(lambda self: EngineBytes({}, {}, 1.0, gradients, {}, {}))  # type: ignore[assignment]
         _others = functools.cached_property(lambda self: {})  # type: ignore[assignment]
 
-    Alone._engine.__set_name__(Alone, "_engine")
+    Alone.engine.__set_name__(Alone, "engine")
     Alone._others.__set_name__(Alone, "_others")
-    assembly = Alone(planner, weights, case.length, case.checkpointed)
+    assembly = Alone(planner, weights, case.length, case.checkpointed, None)
     return {"load": assembly._load(), "train": assembly._train(), "evaluate": assembly._scoring(assembly._evaluated)}

@@ -1,111 +1,147 @@
-"""The plan of gradient accumulation, made from sizes."""
+"""How gradients are accumulated, chosen from the memory plan."""
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
-from support.helpers import STAGES
-from torch import nn
+from support.helpers import STAGES, zero
+from transformers import LlamaConfig
 
 from alignment.config.dtypes import DtypePlan, plan_dtypes
-from alignment.engines.launch_env import init_distributed
 from alignment.methods.kto_options import KTOConfig
-from alignment.planning import gradients
-from alignment.planning.gradients import Situation, Sizes, plan_gradients
+from alignment.models.source import ModelSource
+from alignment.planning import plan as planning
+from alignment.planning.engines import plan_engines
+from alignment.planning.gradients import GradientPlan, candidates, micro_batches
+from alignment.planning.plan import Frozen, Planner
 
-N = 1_000_000
+pytestmark = pytest.mark.usefixtures("own_process_group")
 BF16 = DtypePlan("bfloat16", "float32", "bfloat16", accumulation_is_free=True)
 FP32 = DtypePlan("float32", "float32", "float32", accumulation_is_free=True)
-TWO = Situation(2, 2, 4)
-EIGHT, OFFLOADED = replace(TWO, ranks=8), replace(TWO, offloaded=True)
+ASKED = replace(BF16, accumulation_is_free=False)
 MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 512}
+MODEL = ModelSource("model", None, LlamaConfig(num_attention_heads=8, **SIZES), {})
 
 
-def sizes(capacity: float, trained: int = N, others: int = 0) -> Sizes:
-    """Return the sizes of a model with N parameters in bf16; ``capacity`` is in bytes per parameter."""
-    return Sizes(2 * N, trained, others, int(capacity * N))
+@functools.cache
+def counted() -> Planner:
+    """Return the planner of a policy, whose passes are counted once."""
+    args = KTOConfig("out", bf16=True, use_cpu=True, max_length=2048, gradient_accumulation_steps=2)
+    engines = plan_engines(args, MODEL, None)
+    return Planner(args, replace(engines, dtypes=BF16), 1)
 
 
-def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) -> tuple[str, bool, float]:
-    """Return dtype, whether reduced once, and bytes per parameter, for a memory limit in bytes per parameter."""
-    resident = gradients._resident(sizes(0, **more), at) / N
-    plan = plan_gradients(sizes((resident + room) / 0.75, **more), dtypes, at)
-    return plan.accumulate, plan.once, plan.device_bytes / N
+def planner(config: dict[str, Any], ranks: int = 2, **more: Any) -> Planner:
+    base = counted()
+    return replace(base, engines=replace(base.engines, policy=config), ranks=ranks, **more)
+
+
+def needed(planned: Planner) -> int:
+    """Return the bytes on a GPU that training needs, with the reserve."""
+    return max(planned.plan().peak(phase, reserve=True) for phase in ("train", "step"))
 
 
 @pytest.mark.parametrize(
-    ("at", "ladder"),
+    ("config", "ranks", "ladder"),
     [
-        (TWO, [(8.1, "float32", True, 8), (7.9, "float32", False, 2), (1.9, "bfloat16", False, 1)]),
-        (EIGHT, [(6.6, "float32", True, 6.5), (6.4, "float32", False, 0.5), (0.1, "bfloat16", False, 0.25)]),
-        (Situation(2, 1, 4), [(4.1, "float32", False, 4), (3.9, "bfloat16", False, 2), (0, "bfloat16", False, 2)]),
-        (OFFLOADED, [(8.1, "float32", True, 8), (7.9, "float32", False, 2), (1.9, "bfloat16", False, 0)]),
-        (Situation(2, 1, 4, offloaded=True), [(4.1, "float32", False, 4), (3.9, "bfloat16", False, 0)]),
-        (Situation(3, 2, 4), [(2.1, "float32", False, 2), (1.9, "bfloat16", False, 1)]),
-        (Situation(3, 2, 4, offloaded=True, weights_offloaded=True), [(99, "bfloat16", False, 0)]),
-        (Situation(1, 2, 4), [(3.1, "bfloat16", True, 3), (0, "bfloat16", True, 3)]),
+        (zero(2), 4, [("float32", True, 6), ("float32", False, 1), ("bfloat16", False, 0.5)]),
+        (zero(2), 8, [("float32", True, 6), ("float32", False, 0.5), ("bfloat16", False, 0.25)]),
+        (zero(2), 1, [("float32", False, 4), ("bfloat16", False, 2)]),
+        (zero(2, optimizer=True), 2, [("float32", True, 6), ("float32", False, 2), ("bfloat16", False, 0)]),
+        (zero(2, optimizer=True), 1, [("float32", False, 4), ("bfloat16", False, 0)]),
+        (zero(3), 2, [("float32", False, 2), ("bfloat16", False, 1)]),
+        (zero(3, optimizer=True, parameters=True), 2, [("bfloat16", False, 0)]),
+        (zero(1), 2, [("bfloat16", True, 3)]),
     ],
 )
-def test_the_first_plan_that_fits_is_used(at: Situation, ladder: list[tuple[float, str, bool, float]]) -> None:
-    for room, *expected in ladder:
-        assert chosen(at, room) == tuple(expected), room
+def test_the_first_way_that_fits_is_used(
+    config: dict[str, Any], ranks: int, ladder: list[tuple[str, bool, float]]
+) -> None:
+    """Each with the bytes per parameter that it takes on a GPU, with the largest gradient at stage 3."""
+    planned, weights = planner(config, ranks), counted().weights
+    widest = 2 * weights.widest if config == zero(3) else 0
+    for accumulate, once, each in ladder:
+        chosen = planned.gradients()
+        assert (chosen.accumulate, chosen.once) == (accumulate, once)
+        assert (chosen.device_bytes - widest) / weights.numel == pytest.approx(each)
+        enough = needed(planned)
+        assert replace(planned, card=enough + 2).gradients() == chosen
+        planned = replace(planned, card=enough - 1)
+    assert planned.gradients() == chosen, "none fits"
 
 
-def test_gradients_that_no_plan_avoids() -> None:
-    situations = Situation(0, 2, 4), TWO, Situation(1, 2, 4), Situation(3, 1, 4)
-    found = [gradients.least_bytes(N, BF16, at) / N for at in situations]
-    assert found == [0, 1, 3, 2]
-    assert gradients.least_bytes(N, BF16, OFFLOADED) == 0
+def test_if_none_fits_the_one_that_needs_the_least_is_used() -> None:
+    """With short sequences that is fp32: the step copies gradients in bf16 to fp32."""
+    one = replace(planner(zero(2), 1), card=0)
+    assert one.gradients(2048).accumulate == "bfloat16" and one.gradients(8).accumulate == "float32"
 
 
-def test_the_dtype_of_the_json_is_used() -> None:
-    asked = replace(BF16, accumulation_is_free=False)
-    assert chosen(TWO, 99, asked) == ("bfloat16", True, 3)
-    assert chosen(TWO, 99, replace(asked, accumulate="float32")) == ("float32", True, 8)
-    assert chosen(TWO, 0, replace(asked, accumulate="float32")) == ("float32", False, 2)
-    assert chosen(TWO, 99, FP32) == ("float32", True, 6)
+@pytest.mark.parametrize(
+    ("stage", "ranks", "dtypes", "expected"),
+    [
+        (0, 2, BF16, []),
+        (2, 2, BF16, [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]),
+        (2, 2, ASKED, [("bfloat16", True), ("bfloat16", False)]),
+        (2, 2, replace(ASKED, accumulate="float32"), [("float32", True), ("float32", False)]),
+        (2, 2, FP32, [("float32", True), ("float32", False)]),
+        (1, 1, BF16, [("bfloat16", False)]),
+    ],
+)
+def test_candidates(stage: int, ranks: int, dtypes: DtypePlan, expected: list[tuple[str, bool]]) -> None:
+    """The dtype of the JSON is used; stage 1 has one way, and without ZeRO nothing is chosen."""
+    assert [(one.accumulate, one.once) for one in candidates(dtypes, stage, ranks, offloaded=False)] == expected
 
 
-@pytest.mark.parametrize("at", [Situation(0, 2, 4), Situation(2, 2, 1)])
-def test_nothing_to_choose(at: Situation) -> None:
-    assert plan_gradients(sizes(99), BF16, at) is None
+def test_what_else_is_on_the_gpu_counts() -> None:
+    """Models that stay there, and optimizer states: AdEMAMix has three fp32 values per weight, AdamW two."""
+    planned = planner(zero(2), 4)
+    planned = replace(planned, card=needed(planned) + 2)
+    reference = Frozen("reference", MODEL, "replica", "reference")
+    assert planned.gradients().once
+    for more, fits in (
+        ({"rewards": (replace(reference, alone=True),)}, True),
+        ({"rewards": (reference,)}, False),
+        ({"options": replace(planned.options, optim="ademamix")}, False),
+    ):
+        assert replace(planned, **more).gradients().once == fits
 
 
-def test_other_memory_on_the_device_is_counted() -> None:
-    """Weights, the optimizer shard and other models; the optimizer of adapters takes little."""
-    at = Situation(2, 2, 4)
-    assert gradients._resident(sizes(0), at) == (2 + 6) * N
-    assert gradients._resident(sizes(0), replace(at, offloaded=True)) == 2 * N
-    assert gradients._resident(sizes(0, others=N), Situation(3, 2, 4)) == (1 + 6 + 1) * N
-    assert gradients._resident(sizes(0), Situation(3, 2, 4, True, True)) == 0
-    assert gradients._resident(sizes(0, trained=1000), at) == 2 * N + 6 * 1000
-    little, checked = sizes(22), replace(at, checkpointing=False)
-    assert plan_gradients(little, BF16, at) == gradients.GradientPlan("float32", True, 8 * N, 2)
-    assert plan_gradients(little, BF16, checked) == gradients.GradientPlan("float32", False, 2 * N, 2)
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"gradient_accumulation_steps": 1}, 1),
+        ({"gradient_accumulation_steps": 3}, 3),
+        ({"gradient_accumulation_steps": 1, "max_tokens_per_batch": 200}, 4),
+        ({"gradient_accumulation_steps": 2, "auto_find_batch_size": True}, 8),
+    ],
+)
+def test_a_window_split_by_tokens_has_several_micro_batches(options: dict[str, Any], most: int) -> None:
+    """Even if it would be one batch otherwise; its gradients are accumulated like any others."""
+    args = KTOConfig("out", per_device_train_batch_size=4, max_length=64, **options)
+    assert micro_batches(args) == most
+    assert (replace(planner(zero(2)), options=args).gradients() is None) == (most == 1)
 
 
-def test_sizes_are_those_of_the_rank_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    init_distributed(use_cpu=True)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, dtype=torch.bfloat16))
-    model[1].requires_grad_(False)
-    monkeypatch.setattr(gradients, "gathered", lambda own: [own, (70, 20), (60, 40)])
-    monkeypatch.setattr(gradients, "total_bytes", lambda where: 100)
-    assert gradients.sizes_of(model, 10) == Sizes(20 * 4 + 42 * 2, 20, 40, 100)
+@pytest.mark.parametrize(("card", "accumulate"), [(math.inf, "float32"), (80e9, "bfloat16")])
+def test_a_policy_of_unknown_size(card: float, accumulate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory suffices on a CPU; a GPU has the least."""
+    monkeypatch.setattr(planning, "weights_of", lambda *_, **__: None)
+    found = replace(planner(zero(2)), card=card).gradients()
+    assert found == GradientPlan(accumulate, card == math.inf, 2)
+    assert found.describe().startswith(f"gradients: accumulated in {accumulate}, reduced ")
+    assert "device" not in found.describe() and "host" not in found.describe()
 
 
-def test_memory_in_use_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    init_distributed(use_cpu=True)
-    assert gradients.bytes_in_use() == 0
-    monkeypatch.setattr(gradients, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
-    assert gradients.bytes_in_use() == 7
-
-
-def test_the_situation_is_read_from_the_json() -> None:
-    assert gradients.situation_of(STAGES["stage3-offload"], 2, 4, True) == Situation(3, 2, 4, True, True, True)
-    assert gradients.situation_of(STAGES["stage2-offload"], 1, 3, False) == Situation(2, 1, 3, True, False, False)
+def test_the_line_at_the_start_of_a_run() -> None:
+    assert GradientPlan("bfloat16", False, 1, 0).describe() == "gradients: accumulated in bfloat16, in host memory"
+    assert GradientPlan("float32", False, 2, 2**29).describe() == (
+        "gradients: accumulated in float32, reduced after every micro-batch, 0.50 GiB on each device"
+    )
 
 
 @pytest.mark.parametrize(
