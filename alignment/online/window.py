@@ -190,7 +190,7 @@ class OnlineWindowPass(WindowPass):
             world_size=world_size(),
             batch_size=batch_size,
             max_tokens=options.max_tokens_per_batch,
-            packs=self.models.policy.packs,
+            packs=self.models.policy.shares,
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
 
