@@ -245,6 +245,8 @@ def test_a_long_sliding_window_has_to_reach_the_attention_function(monkeypatch: 
     given.sliding_window = 10_000
     scorer = CompletionScorer(AutoModelForCausalLM.from_config(given))
     assert why_not_packed(scorer, CPU) is None
+    scorer.model.model.layers[1].self_attn.config = MistralConfig(**given.to_dict() | {"sliding_window": 9_999})
+    assert why_not_packed(scorer, CPU) == "its sliding window is part of the mask only"
     for layer in scorer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "forward", _dropping(layer.self_attn.forward, "sliding_window"))
         layer.self_attn.config = LlamaConfig(**given.to_dict() | {"sliding_window": None, "model_type": "llama"})
