@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.allocations import Allocations
 from support.helpers import make_classifier, make_model, tiny_config
 from torch import Tensor, nn
 from transformers import (
@@ -132,6 +133,25 @@ def test_scores_and_gradients_are_those_of_padded_rows(
         for found, value in zip(outcome(scorer, batch.packed(share)), expected, strict=True):
             assert (found - value).norm() <= 1e-5 * value.norm() + 1e-6
     assert scorer.model.config._attn_implementation == loaded, "rollouts attend as before"
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_peak_memory_of_pairs_does_not_rise(checkpointing: bool) -> None:
+    scorer = CompletionScorer(AutoModelForCausalLM.from_config(config("sliding")))
+    if checkpointing:
+        scorer.model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    rng = random.Random(0)
+    prompts = [rng.choices(range(40), k=size) for size in (60, 20)]
+    batch = collate([(prompt, rng.choices(range(40), k=30)) for prompt in prompts * 2], 120, groups=[(0, 2), (1, 3)])
+    peaks = []
+    for each in (batch, batch.packed(False), batch.packed()):
+        outcome(scorer, each)
+        scorer.zero_grad(set_to_none=True)
+        with Allocations() as allocations:
+            outcome(scorer, each)
+        peaks.append(allocations.peak)
+    padded, apart, shared = peaks
+    assert shared < apart <= padded
 
 
 def test_a_reward_model_reads_the_ends_of_sequences(tmp_path: Path) -> None:
