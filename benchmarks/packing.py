@@ -105,14 +105,14 @@ def windows(trainer: AlignmentTrainer, count: int) -> list[dict[str, float]]:
     return ratios
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print the medians over all windows, as one line of a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=list(METHODS), default="cpo")
     parser.add_argument("--stage", type=int, choices=[0, 2, 3], default=0)
     parser.add_argument("--windows", type=int, default=5, help="measured windows, after one to warm up (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="packing-") as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
