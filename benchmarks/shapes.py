@@ -7,6 +7,7 @@ that read the same text train on the same ids.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Shape:
         kv_heads: key and value heads.
         least: tokens of the shortest sequence: prompt, completion and EOS.
         most: tokens of the longest sequence.
+        lengths: file in this folder with the lengths of rows of real data; if empty, lengths are random.
     """
 
     family: str
@@ -50,6 +52,7 @@ class Shape:
     kv_heads: int
     least: int
     most: int
+    lengths: str = ""
 
     def config(self) -> PretrainedConfig:
         """Return the transformers configuration; its positions suffice for any mismatched prompt and completion."""
@@ -72,7 +75,7 @@ class Shape:
         """Describe the shape in one line."""
         return (
             f"{self.family}-shaped, hidden {self.hidden}, {self.layers} layers, V = {self.vocab} tied, "
-            f"lengths {self.least}-{self.most}"
+            f"lengths {self.least}-{self.most}{f' of {self.lengths}' if self.lengths else ''}"
         )
 
 
@@ -80,8 +83,8 @@ class Shape:
 SIDE_BY_SIDE = Shape("llama", 32000, 256, 1024, 4, 4, 4, 64, 512)
 # Qwen2-0.5B with its own vocabulary.
 HALF_BILLION = Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 256, 1024)
-# A shape that the head does not dominate.
-LAYERS = Shape("qwen2", 32000, 512, 2048, 6, 8, 2, 64, 512)
+# A shape that the head does not dominate, with the lengths of preference data.
+LAYERS = Shape("qwen2", 32000, 512, 2048, 6, 8, 2, 64, 512, "preference_lengths.txt")
 SHAPES = {"head": SIDE_BY_SIDE, "layers": LAYERS}
 TINY = Shape("qwen2", 512, 32, 64, 2, 4, 2, 16, 64)
 
@@ -119,49 +122,43 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerFast:
 
 
 def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return pairs with sequences of unequal length; the prompt is a quarter to three quarters of the shorter one."""
+    """Return pairs; if lengths are random, the prompt is a quarter to three quarters of the shorter sequence."""
     rng = random.Random(seed)
-    rows = []
+    known, rows = _known_lengths(shape, rng), []
     for _ in range(count):
-        lengths = [rng.randint(shape.least, shape.most) for _ in range(2)]
-        prompt = _prompt_length(rng, min(lengths))
-        chosen, rejected = (_words(rng, shape.vocab, length - prompt - 1) for length in lengths)
-        rows.append({"prompt": _words(rng, shape.vocab, prompt), "chosen": chosen, "rejected": rejected})
-    return rows
-
-
-def preference_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return pairs as in preference data: prompts of two thirds of a sequence, completions of similar length.
-
-    KTO makes two rows of each.
-    """
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        length = rng.randint(shape.least, shape.most)
-        prompt = 2 * length // 3
-        chosen, rejected = (_words(rng, shape.vocab, int((length - prompt) * rng.uniform(0.6, 1.4))) for _ in range(2))
+        if shape.lengths:
+            prompt, *words = next(known)
+        else:
+            lengths = [rng.randint(shape.least, shape.most) for _ in range(2)]
+            prompt = _prompt_length(rng, min(lengths))
+            words = [length - prompt - 1 for length in lengths]
+        chosen, rejected = (_words(rng, shape.vocab, each) for each in words)
         rows.append({"prompt": _words(rng, shape.vocab, prompt), "chosen": chosen, "rejected": rejected})
     return rows
 
 
 def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return labeled completions, every second one desirable."""
+    """Return labeled completions, every second one desirable; those of a known pair follow each other."""
     rng = random.Random(seed)
-    rows = []
+    known, words, rows = _known_lengths(shape, rng), [0], []
     for number in range(count):
-        length = rng.randint(shape.least, shape.most)
-        prompt = _prompt_length(rng, length)
-        text, answer = (_words(rng, shape.vocab, words) for words in (prompt, length - prompt - 1))
+        if not shape.lengths:
+            length = rng.randint(shape.least, shape.most)
+            prompt = _prompt_length(rng, length)
+            words = [length - prompt - 1]
+        elif number % 2 == 0:
+            prompt, *words = next(known)
+        text, answer = (_words(rng, shape.vocab, each) for each in (prompt, words[number % len(words)]))
         rows.append({"prompt": text, "completion": answer, "label": number % 2 == 0})
     return rows
 
 
 def prompt_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return prompts that leave an eighth of the longest sequence (64 of 512 tokens) for a completion."""
+    """Return prompts; if lengths are random, they leave an eighth of the longest sequence for a completion."""
     rng = random.Random(seed)
-    longest = shape.most - shape.most // 8
-    return [{"prompt": _words(rng, shape.vocab, rng.randint(shape.least, longest))} for _ in range(count)]
+    known, longest = _known_lengths(shape, rng), shape.most - shape.most // 8
+    lengths = (next(known)[0] if shape.lengths else rng.randint(shape.least, longest) for _ in range(count))
+    return [{"prompt": _words(rng, shape.vocab, length)} for length in lengths]
 
 
 def tokens_of(row: dict[str, Any], new_tokens: int) -> int:
@@ -169,6 +166,14 @@ def tokens_of(row: dict[str, Any], new_tokens: int) -> int:
     words = {key: len(row[key].split()) for key in ("prompt", "completion", "chosen", "rejected") if key in row}
     prompt = words.pop("prompt")
     return sum(prompt + answer for answer in [words[key] + 1 for key in words] or [new_tokens] * 2)
+
+
+def _known_lengths(shape: Shape, rng: random.Random) -> Iterator[tuple[int, int, int]]:
+    """Yield the words of a prompt and two completions, without EOS, of all rows in random order, again and again."""
+    lines = Path(__file__).with_name(shape.lengths).read_text(encoding="utf-8").splitlines()
+    rows = [tuple(map(int, line.split())) for line in lines if not line.startswith("#")]
+    while True:
+        yield from ((prompt, chosen - 1, rejected - 1) for prompt, chosen, rejected in rng.sample(rows, len(rows)))
 
 
 def _prompt_length(rng: random.Random, length: int) -> int:

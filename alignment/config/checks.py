@@ -135,13 +135,19 @@ def check_shared(options: Any) -> None:
         mixture_parts(options.dataset_mixture)
 
 
-def check_lengths(options: Any, rows_per_unit: int) -> None:
-    """Check lengths in tokens. ``rows_per_unit``: sequences that must share a micro-batch (2 for a pair)."""
+def check_lengths(options: Any, rows_per_unit: int, packed: int | None = None) -> None:
+    """Check lengths in tokens before any data is read.
+
+    Args:
+        options: the options.
+        rows_per_unit: sequences that must share a micro-batch (2 for a pair).
+        packed: their tokens if they share a prompt; None for those of the longest one, as the rest depends on rows.
+    """
     if options.max_length is None or options.max_tokens_per_batch is None:
         return
-    least = rows_per_unit * options.max_length
+    least = rows_per_unit * options.max_length if options.pack == "false" else packed or options.max_length
     if options.max_tokens_per_batch < least:
-        what, length = "a row" if rows_per_unit == 1 else "a pair", setting("max_length", options.max_length)
+        what, length = "a pair" if least > options.max_length else "a row", setting("max_length", options.max_length)
         refuse(options, "max_tokens_per_batch", f"too small for {what} with {length}; set at least {least}")
 
 

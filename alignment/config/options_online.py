@@ -80,7 +80,7 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def check(self) -> None:
         """Check the options for sampling, lengths and scoring."""
-        checks.check_lengths(self, rows_per_unit=2)
+        checks.check_lengths(self, rows_per_unit=2, packed=self.max_length + self.max_new_tokens)
         if self.max_length <= self.max_new_tokens:
             new = setting("max_new_tokens", self.max_new_tokens)
             refuse(self, "max_length", f"leaves no tokens for the prompt with {new}; set a greater max_length")

@@ -66,6 +66,16 @@ class RowTable:
         mismatched = int(self.prompt.max(initial=0) + self.completions.max(initial=0))
         return mismatched if self.max_length is None else max(rows, min(mismatched, self.max_length))
 
+    def tokens_of_a_row(self, shared: bool) -> int:
+        """The largest number of tokens that the sequences of a row take in a micro-batch.
+
+        Args:
+            shared: whether they are computed without padding, and the prompt of a pair once.
+        """
+        if not shared:
+            return self.longest * max(1, self.completions.shape[1])
+        return max(self.longest, int((self.prompt + self.completions.sum(axis=1)).max(initial=0)))
+
 
 @dataclass(frozen=True)
 class MicroBatch:

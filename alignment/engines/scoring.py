@@ -99,14 +99,18 @@ class ScoringEngine:
         release_pinned_memory()  # DeepSpeed has copied the offloaded shards into one buffer and dropped them
         self.partitioned = partitions_weights(self.engine)
 
+    @property
+    def shares(self) -> bool:
+        """Whether sequences in one row also share their prefixes. A balancing loss counts all of their tokens."""
+        return self.packs and self.scorer.balancing_loss is None
+
     def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:
         """Pack a batch if the engine does, and move all tensors that :meth:`forward` reads to the device in one copy.
 
         Fields in ``leave`` stay as they are.
         """
         if self.packs:
-            # A balancing loss counts every token of every sequence.
-            batch = packed(batch, self.scorer.balancing_loss is None, leave)
+            batch = packed(batch, self.shares, leave)
         return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
@@ -281,13 +285,14 @@ class PolicyEngine(ScoringEngine):
 Engine = TypeVar("Engine", bound=ScoringEngine)
 
 
-def checked(engine: Engine, task: Task, pack: str = "false") -> Engine:
+def checked(engine: Engine, task: Task, pack: str = "false", say: bool = True) -> Engine:
     """Return the engine after checking its scorer's results against the model's own; close it if they differ.
 
     Args:
         engine: the engine.
         task: the task of its model.
         pack: whether it packs sequences: ``true``, ``false``, or ``auto`` if its model supports it.
+        say: whether to print why it does not; False for another engine of the same model.
 
     Raises:
         OptionError: ``pack`` is ``true``, but the model does not support it.
@@ -299,7 +304,7 @@ def checked(engine: Engine, task: Task, pack: str = "false") -> Engine:
         with without_math_kernel(engine.scorer.model, engine.device):
             task.check_scorer(engine.scorer, engine.device)
         if pack != "false":
-            _pack(engine, pack)
+            _pack(engine, pack, say)
         engine.release()
     except BaseException as error:
         engine.close()
@@ -314,7 +319,7 @@ def checked(engine: Engine, task: Task, pack: str = "false") -> Engine:
     return engine
 
 
-def _pack(engine: ScoringEngine, pack: str) -> None:
+def _pack(engine: ScoringEngine, pack: str, say: bool) -> None:
     """Let an engine pack sequences if its model supports it on every rank; else say why not, or raise."""
     reason, model = why_not_packed(engine.scorer, engine.device), engine.scorer.model
     engine.packs = true_on_every_rank(reason is None)
@@ -323,4 +328,5 @@ def _pack(engine: ScoringEngine, pack: str) -> None:
     reason = f"{type(model).__name__} cannot score several sequences in one row: {reason or 'see the other ranks'}"
     if pack == "true":
         raise OptionError(f"pack: true: {reason}; set pack to auto or false")
-    tell(f"pack: {reason}; sequences are padded")
+    if say:
+        tell(f"pack: {reason}; sequences are padded")

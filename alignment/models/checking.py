@@ -96,7 +96,8 @@ def probe_ids(model: PreTrainedModel, length: int, device: torch.device) -> Tens
 def why_not_packed(scorer: Scorer, device: torch.device) -> str | None:
     """Return why a model does not score the sequences of a packed row as it scores each of them; None if it does.
 
-    Two sequences share a prefix, and a third one is longer than the sliding window, unless that is long.
+    Two sequences share a prefix, and a third one is longer than the sliding window. One of more than
+    ``_LONGEST_WINDOW`` tokens would make that expensive; there, the layers have to pass on its size.
     """
     model = scorer.model
     config = model.config.get_text_config()
@@ -125,7 +126,7 @@ def why_not_packed(scorer: Scorer, device: torch.device) -> str | None:
     sliding = layers.count("sliding_attention") if layers else config.num_hidden_layers if window else 0
     if len(windows) < config.num_hidden_layers:
         return f"{config.num_hidden_layers - len(windows)} of its layers have an attention of their own"
-    if window > _LONGEST_WINDOW and len(windows) - windows.count(None) < sliding:
+    if window > _LONGEST_WINDOW and windows.count(window) < sliding:
         return "its sliding window is part of the mask only"
     difference, size = (ours - theirs).abs(), float(theirs.abs().max())
     in_16_bits = model.dtype not in _WIDE  # rounding may change the expert to which a router sends individual tokens

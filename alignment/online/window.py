@@ -198,7 +198,7 @@ class OnlineWindowPass(WindowPass):
             world_size=world_size(),
             batch_size=batch_size,
             max_tokens=self.run_data.max_tokens,
-            packs=self.models.policy.packs,
+            packs=self.models.policy.shares,
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
 

@@ -95,7 +95,8 @@ class ReferencePlan:
             disable_dropout(model)
         leaves = mark_leaves(model, config)
         try:
-            return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM, options.pack), leaves)
+            engine = checked(FrozenEngine(scorer, config), CAUSAL_LM, options.pack, say=not self.own)
+            return EngineReference(engine, leaves)
         except BaseException:
             unmark_leaves(leaves)  # a live model still belongs to the user
             raise

@@ -143,7 +143,8 @@ class ClassifierReward:
             self._leaves = mark_leaves(model, self.frozen.ds_config)
             try:
                 scorer = CLASSIFIER.scorer(model, False)
-                self._engine = checked(FrozenEngine(scorer, self.frozen.ds_config), CLASSIFIER)
+                pack = "false" if self.options.pack == "false" else "auto"
+                self._engine = checked(FrozenEngine(scorer, self.frozen.ds_config), CLASSIFIER, pack)
             except BaseException:
                 unmark_leaves(self._leaves)  # a live model still belongs to the user
                 raise
@@ -163,7 +164,7 @@ class ClassifierReward:
         except DataError as error:
             failure = RewardError(f"reward model {self.source.name}: {error}")
         raise_together(failure)
-        scores = self._scored(sequences)
+        scores = self._scored(sequences, samples.places)
         for place, score in zip(samples.places, scores, strict=True):
             if failure is None and score is not None and not math.isfinite(score):
                 failure = RewardError(
@@ -185,18 +186,30 @@ class ClassifierReward:
         return [ids[: self._longest] for ids in whole]
 
     @torch.no_grad()
-    def _scored(self, sequences: list[list[int]]) -> list[float | None]:
-        """Score sequences, batched by length, in order; all ranks run the same number of passes."""
+    def _scored(self, sequences: list[list[int]], places: list[str]) -> list[float | None]:
+        """Score sequences, in batches of similar lengths, in which those of a row are next to each other.
+
+        All ranks run the same number of passes.
+        """
         engine, size = self.build(), self.batch_size
-        order = sorted((n for n, ids in enumerate(sequences) if ids), key=lambda n: -len(sequences[n]))
+        longest: dict[str, int] = {}
+        for place, ids in zip(places, sequences, strict=True):
+            longest[place] = max(longest.get(place, 0), len(ids))
+        order = [n for n, ids in enumerate(sequences) if ids]
+        order.sort(key=lambda n: (-longest[places[n]], places[n], -len(sequences[n])))
         forwards = int(largest_numbers([math.ceil(len(order) / size)])[0])
         parts = []
         for start in range(0, forwards * size, size):
-            own = [sequences[n] for n in order[start : start + size]]
-            parts.append(engine.forward(ends(collate([(ids[:-1], ids[-1:]) for ids in own], len(own)))).scores)
+            batch = order[start : start + size]
+            rows: dict[str, list[int]] = {}
+            for number, n in enumerate(batch):
+                rows.setdefault(places[n], []).append(number)
+            groups = [tuple(numbers) for numbers in rows.values() if numbers[1:]]
+            own = [(sequences[n][:-1], sequences[n][-1:]) for n in batch]
+            parts.append(engine.forward(ends(collate(own, len(own), groups=groups))).scores)
         scores: list[float | None] = [None] * len(sequences)
-        for place, score in zip(order, torch.cat(parts).tolist() if parts else ()):
-            scores[place] = score
+        for number, score in zip(order, torch.cat(parts).tolist() if parts else ()):
+            scores[number] = score
         return scores
 
     def close(self) -> None:

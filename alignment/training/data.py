@@ -126,7 +126,8 @@ class PreparedData:
 class RunData:
     """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them.
 
-    ``packs`` tells whether the policy packs the sequences of a micro-batch; known after its engine is built.
+    ``packs`` tells whether the policy packs the sequences of a micro-batch, and computes the prompt of a pair once;
+    known after its engine is built.
     ``max_tokens`` is the limit of a micro-batch: ``max_tokens_per_batch``, or what ``auto_find_batch_size`` found.
     """
 

@@ -115,9 +115,10 @@ class ReferenceStores:
     def _fill(self, opened: list[tuple[PreparedData, LogpStore]]) -> dict[str, float]:
         """Compute every missing part; return the seconds spent per dataset key."""
         context, seconds = self.context, {}
-        windows = [[(p, self._plan(data, store.partners, p)) for p in store.missing] for data, store in opened]
-        total = sum(len(plan.micro_batches) for parts in windows for _, plan in parts)
         engine = self.plan.build(context.args)
+        shared = engine.engine.shares
+        windows = [[(p, self._plan(data, store.partners, p, shared)) for p in store.missing] for data, store in opened]
+        total = sum(len(plan.micro_batches) for parts in windows for _, plan in parts)
         progress = Progress(total, "precompute", context.args.disable_tqdm, device())
         try:
             for (data, store), parts in zip(opened, windows):
@@ -133,13 +134,13 @@ class ReferenceStores:
             engine.close()
         return seconds
 
-    def _plan(self, data: PreparedData, partners: Rows, part: range) -> WindowPlan:
+    def _plan(self, data: PreparedData, partners: Rows, part: range, shared: bool) -> WindowPlan:
         """Return the evaluation plan of the rows of one part."""
         args, rows = self.context.args, np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
         size, tokens = asked or args.eval_batch_size, None if asked else args.max_tokens_per_batch
-        ranks = world_size()
-        return plan_window(data.table, rows, partners[rows], world_size=ranks, batch_size=size, max_tokens=tokens)
+        own, ranks = partners[rows], world_size()
+        return plan_window(data.table, rows, own, world_size=ranks, batch_size=size, max_tokens=tokens, packs=shared)
 
     def _part(
         self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress

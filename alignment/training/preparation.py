@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from alignment.config.errors import ModelError, OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
+from alignment.data.windows import RowTable
 from alignment.engines.collectives import together
 from alignment.models.packed_attention import configured_refusal
 from alignment.models.source import ModelSource
@@ -113,19 +115,27 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
     return policy, reference, tokenizer, adapted
 
 
-def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:
+def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, tables: Sequence[RowTable]) -> None:
     """Place the reference again, now that the longest sequence is known, and check ``max_tokens_per_batch``."""
-    sequences, budget, plan = max(1, len(method.completions)), args.max_tokens_per_batch, models.engines
-    least = longest * sequences
-    if budget is not None and budget < least:
-        raise OptionError(
-            f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
-            f"at least {least}, or max_length"
-        )
+    sequences = max(1, len(method.completions))
+    packs = args.pack != "false" and configured_refusal(models.policy.config) is None
+    check_tokens(args, tables, packs and models.aux_coefficient is None)
+    longest, plan = max((table.longest for table in tables), default=0), models.engines
     # Online methods generate their sequences, of up to max_length tokens.
     if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
         reference = models.reference if method.needs_reference else None
         models.engines = with_reference(args, plan, reference, reference is models.policy, longest, sequences)
+
+
+def check_tokens(args: AlignmentConfig, tables: Sequence[RowTable], shared: bool) -> None:
+    """Check that every row fits in ``max_tokens_per_batch``; for ``shared`` see :meth:`RowTable.tokens_of_a_row`."""
+    least, budget = max((table.tokens_of_a_row(shared) for table in tables), default=0), args.max_tokens_per_batch
+    if budget is not None and budget < least:
+        longest = max(table.longest for table in tables)
+        raise OptionError(
+            f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
+            f"at least {least}, or max_length"
+        )
 
 
 def _load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:

@@ -43,6 +43,7 @@ from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
 from alignment.training.precompute import ReferenceStores
+from alignment.training.preparation import check_tokens
 from alignment.training.window import WindowPass
 
 
@@ -176,9 +177,10 @@ class RunEngines:
         with contextlib.nullcontext() if draws_bars(args.disable_tqdm) else saving.no_progress_bar():
             self.models = self._built(training_steps)
         policy, handler = self.models.policy, context.events.handler
-        context.data.packs = policy.packs
+        context.data.packs = policy.shares
         if context.data.sampler is not None:
-            context.data.sampler.packs = policy.packs
+            context.data.sampler.packs = policy.shares
+        check_tokens(args, [data.table for data in context.data.sets], policy.shares)
         handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         if isinstance(policy, PolicyEngine):

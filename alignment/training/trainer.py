@@ -209,7 +209,7 @@ class AlignmentTrainer(TrainerSurface):
         for each in data.sets:
             self.resources.check_data(each)
         check_evaluation(self.args, self.metrics, data.eval)
-        place_for(self.args, self.method, self.planned, max((each.table.longest for each in data.sets), default=0))
+        place_for(self.args, self.method, self.planned, [each.table for each in data.sets])
         return data
 
     def _create_run(self, callbacks: Any, optimizers: tuple[Any, Any], repository: Repository | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,28 @@ def test_scores_match_the_saved_model_in_order(path: str, tmp_path: Path, placem
     if placement == "sharded":
         assert reward.score(samples(PROMPTS[:1], TEXTS[:1])) == pytest.approx(expected[:1], rel=1e-4)
         reward.close()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_completions_of_a_row_share_its_prompt(path: str, tmp_path: Path, pack: bool) -> None:
+    """Also if they are not next to each other."""
+    init_distributed(use_cpu=False)
+    options = OnlineDPOConfig(output_dir=str(tmp_path), pack=pack)
+    reward = ClassifierReward(path, options=options, dtypes=plan_dtypes(options, zero(0)), batch_size=6)
+    given = samples(PROMPTS[:3] * 2, TEXTS[:3] + TEXTS[3:] + [""])
+    given = dataclasses.replace(given, places=given.places[:3] * 2)
+    texts = [f"{prompt}{text}</s>" for prompt, text in zip(given.prompts, given.completions)]
+    shapes: list[Any] = []
+    model = reward.build().scorer.model.model
+    model.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    assert reward.score(given) == pytest.approx(own_scores(path, texts, char_tokenizer()), rel=1e-4, abs=1e-4)
+    ids = [char_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+    shared = [len(os.path.commonprefix(pair)) for pair in zip(ids[:3], ids[3:])]
+    if pack:
+        assert all(shared) and shapes == [(1, sum(map(len, ids)) - sum(shared))]
+    else:
+        assert sum(rows for rows, _ in shapes) == 6
+    reward.close()
 
 
 def test_a_live_model_is_unchanged_afterwards(path: str, tmp_path: Path) -> None:

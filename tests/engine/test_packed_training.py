@@ -11,16 +11,18 @@ from support.data_tokenizers import char_tokenizer
 from support.helpers import STAGES, make_model, options, paired_rows
 from transformers import AutoModelForCausalLM, FalconConfig
 
-from alignment import CPOConfig, CPOTrainer, SFTConfig, SFTTrainer
+from alignment import CPOTrainer, DPOTrainer, SFTConfig, SFTTrainer
 from alignment.config.errors import OptionError
 from alignment.engines import scoring
 from alignment.training.trainer import AlignmentTrainer
 
 
-def make_trainer(model: str, folder: Path, stage: str = "stage2", **more: Any) -> AlignmentTrainer:
+def make_trainer(
+    model: str, folder: Path, stage: str = "stage2", cls: Any = CPOTrainer, rows: Any = None, **more: Any
+) -> AlignmentTrainer:
     sgd = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 1, "max_length": 64}
-    args = CPOConfig(**options(folder, **sgd, deepspeed=STAGES[stage], **more))
-    return CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
+    args = cls.config_class(**options(folder, **sgd, deepspeed=STAGES[stage], **more))
+    return cls(model=model, args=args, train_dataset=rows or paired_rows(8))
 
 
 def shapes(trainer: AlignmentTrainer) -> list[tuple[int, ...]]:
@@ -85,9 +87,20 @@ def test_a_model_that_fails_the_test_is_padded(tmp_path: Path, capsys: Any, stag
     tokenizer.save_pretrained(tmp_path / "model")
     losses = []
     for pack in ("auto", "false"):
-        trainer = make_trainer(str(tmp_path / "model"), tmp_path / pack, stage, pack=pack)
+        trainer = make_trainer(str(tmp_path / "model"), tmp_path / pack, stage, DPOTrainer, pack=pack)
         trainer.train()
         losses.append(trainer.state.log_history[-2]["loss"])
         trainer.close()
     assert losses[0] == losses[1]
-    assert "pack: FalconForCausalLM cannot score several sequences in one row" in capsys.readouterr().out
+    line = "pack: FalconForCausalLM cannot score several sequences in one row"
+    assert capsys.readouterr().out.count(line) == 1, "not once more for the reference, which is the same model"
+
+
+def test_a_token_budget_that_suffices_only_for_packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused once the engine is known to pad sequences."""
+    rows = [{"prompt": "x" * 40, "chosen": "y" * 10, "rejected": "c"}] * 8
+    model, more = make_model(tmp_path / "model"), {"rows": rows, "max_tokens_per_batch": 64}
+    assert shapes(make_trainer(model, tmp_path / "packed", **more)) == [(1, 53)] * 4
+    monkeypatch.setattr(scoring, "why_not_packed", lambda scorer, device: "it is a test")
+    with pytest.raises(OptionError, match="^max_tokens_per_batch=64: .* sequences of up to 51 tokens; .* 102"):
+        make_trainer(model, tmp_path / "padded", **more).train()

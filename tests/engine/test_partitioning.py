@@ -11,10 +11,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from peft import LoraConfig, get_peft_model
 from support.helpers import STAGES, make_model
+from support.operations import Allocations
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from alignment.data.batching import collate
@@ -43,34 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(stage: str = "stage3", bf16: bool = False) -> dict[str, Any]:
     batch = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
     return {**batch, **STAGES[stage], "bf16": {"enabled": bf16}}
-
-
-class Filled(TorchDispatchMode):
-    """Tracks the peak number of bytes that were not in host memory before.
-
-    The device is ``cpu:0``: tensors moved there are copied. Casts stay on the same side.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            cast = args and isinstance(args[0], Tensor) and isinstance(one, Tensor) and args[0].dtype != one.dtype
-            if isinstance(one, Tensor) and not cast and not _shares(one, args):
-                self.alive[StorageWeakRef(one.untyped_storage())] = one.untyped_storage().nbytes()
-        self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return result
-
-
-def _shares(tensor: Tensor, arguments: Any) -> bool:
-    """Return whether a tensor is an argument or a view of one."""
-    storages = {one.untyped_storage()._cdata for one in tree_leaves(arguments) if isinstance(one, Tensor)}
-    return tensor.untyped_storage()._cdata in storages
 
 
 @pytest.fixture
@@ -110,7 +80,7 @@ def test_a_device_holds_its_shard_and_one_parameter(folder: Path, device: torch.
     scorer = made(folder, kind)
     sizes = [p.numel() * (2 if bf16 else p.element_size()) for p in scorer.parameters()]
     tied, buffers = [*scorer.parameters()], sum(b.nbytes for b in scorer.buffers())
-    with Filled() as filled:
+    with Allocations() as filled:
         partition_whole(scorer, config(bf16=bf16), device)
     padding = 64 * len(sizes)
     # The parameter itself, and its flattened copy in DeepSpeed.

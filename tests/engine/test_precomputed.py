@@ -20,7 +20,7 @@ from support.helpers import make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM
 
 import alignment
-from alignment import KTOConfig
+from alignment import DPOConfig, KTOConfig
 from alignment.config.errors import OptionError
 from alignment.data.windows import set_partners
 from alignment.internals.transformers import loading
@@ -328,9 +328,20 @@ def test_the_batch_size_of_a_pass(models: dict[str, str], tmp_path: Path) -> Non
     for given in ({}, three, three | {"precompute_ref_batch_size": 2}):
         args = KTOConfig("out", per_device_train_batch_size=4, ref_placement="precomputed", **given)
         pass_: Any = precompute.ReferenceStores(SimpleNamespace(args=args, method=trainer.method), None)  # type: ignore[arg-type]
-        plan = pass_._plan(data, np.roll(np.arange(rows), 1), range(rows))
+        plan = pass_._plan(data, np.roll(np.arange(rows), 1), range(rows), False)
         sizes.append(max(len(micro.rows) for ranks in plan.micro_batches for micro in ranks))
     assert sizes == [4, 3, 2]
+
+
+def test_the_token_budget_of_a_pass(models: dict[str, str], tmp_path: Path) -> None:
+    """It counts the tokens that are computed: the prompt of a pair once, if the reference packs it."""
+    trainer = make("DPO", models["policy"], None, tmp_path)
+    data = trainer.data.train
+    tokens, alone = data.table.prompt + data.table.completions.sum(axis=1), np.full(len(data.table), -1)
+    args = DPOConfig("out", ref_placement="precomputed", max_length=None, max_tokens_per_batch=int(tokens.sum()))
+    pass_: Any = precompute.ReferenceStores(SimpleNamespace(args=args, method=trainer.method), None)  # type: ignore[arg-type]
+    padded, shared = (pass_._plan(data, alone, range(len(tokens)), each).micro_batches for each in (False, True))
+    assert len(shared) == 1 < len(padded)
 
 
 def _end() -> None:

@@ -74,7 +74,7 @@ def test_a_live_model_is_unchanged_if_its_engine_fails(tmp_path: Path, monkeypat
     trainer = alignment.KTOTrainer(make_model(tmp_path / "model"), live, args=args, train_dataset=unpaired_rows(4))
     plan = trainer.planned.engines.reference
 
-    def failing(engine: FrozenEngine, task: Any, pack: str) -> Any:
+    def failing(engine: FrozenEngine, *args: Any, **kwargs: Any) -> Any:
         assert leaves_of(engine.scorer.model)
         engine.close()
         raise ModelError("its scores are not its own")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from benchmarks import gpu_sides, gpu_smoke, head, ours, side_by_side, sides, worker
+from benchmarks import gpu_sides, gpu_smoke, head, ours, packing, side_by_side, sides, worker
 from benchmarks.comparison import compare, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
 from benchmarks.gpu_checks import run as run_check
@@ -19,7 +19,7 @@ from benchmarks.gpu_row import RowJob, train
 from benchmarks.gpu_sides import Machine, compare_on_gpu
 from benchmarks.head_worker import FULL, OURS
 from benchmarks.jobs import LORA, METHODS, PLAIN, Job, Setting
-from benchmarks.shapes import TINY, load_tokenizer, write_model, write_reward_model
+from benchmarks.shapes import LAYERS, TINY, load_tokenizer, write_model, write_reward_model
 from benchmarks.worker import Result
 
 FIRST = {"loss": 0.5, "logps/chosen": -90.0, "logps/rejected": -80.0}
@@ -63,6 +63,19 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     texts = [rows[number][column] for number in order[batch : 2 * batch]]
     ids = [list(trainer.data.train.dataset[row][f"{column}_ids"])[:end] for row in second]
     assert load_tokenizer(model)(texts)["input_ids"] == ids
+
+
+@pytest.mark.parametrize("method", ["dpo", "online_dpo"])
+def test_packed_and_padded_windows_are_measured(
+    method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", "restored afterwards")
+    monkeypatch.setattr(packing, "LAYERS", replace(LAYERS, vocab=512, hidden=32, inner=64, layers=2, heads=4))
+    packing.main(["--method", method, "--windows", "1", "--threads", str(torch.get_num_threads())])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"| {method} | stage 0, ranks: 1 | ")
+    tokens, units, *times = map(float, re.findall(r"\d+\.\d+", line))
+    assert tokens > units > 1 and len(times) == 2, "the head computes as many tokens in both"
 
 
 @pytest.mark.slow

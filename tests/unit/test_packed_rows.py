@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import make_classifier, make_model, tiny_config
+from support.operations import Allocations
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -134,6 +135,25 @@ def test_scores_and_gradients_are_those_of_padded_rows(
     assert scorer.model.config._attn_implementation == loaded, "rollouts attend as before"
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_peak_memory_of_pairs_does_not_rise(checkpointing: bool) -> None:
+    scorer = CompletionScorer(AutoModelForCausalLM.from_config(config("sliding")))
+    if checkpointing:
+        scorer.model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    rng = random.Random(0)
+    prompts = [rng.choices(range(40), k=size) for size in (60, 20)]
+    batch = collate([(prompt, rng.choices(range(40), k=30)) for prompt in prompts * 2], 120, groups=[(0, 2), (1, 3)])
+    peaks = []
+    for each in (batch, batch.packed(False), batch.packed()):
+        outcome(scorer, each)
+        scorer.zero_grad(set_to_none=True)
+        with Allocations() as allocations:
+            outcome(scorer, each)
+        peaks.append(allocations.peak)
+    padded, apart, shared = peaks
+    assert shared < apart <= padded
+
+
 def test_a_reward_model_reads_the_ends_of_sequences(tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(make_classifier(tmp_path))
     scorer = RewardScorer(model).eval()
@@ -245,6 +265,8 @@ def test_a_long_sliding_window_has_to_reach_the_attention_function(monkeypatch: 
     given.sliding_window = 10_000
     scorer = CompletionScorer(AutoModelForCausalLM.from_config(given))
     assert why_not_packed(scorer, CPU) is None
+    scorer.model.model.layers[1].self_attn.config = MistralConfig(**given.to_dict() | {"sliding_window": 9_999})
+    assert why_not_packed(scorer, CPU) == "its sliding window is part of the mask only"
     for layer in scorer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "forward", _dropping(layer.self_attn.forward, "sliding_window"))
         layer.self_attn.config = LlamaConfig(**given.to_dict() | {"sliding_window": None, "model_type": "llama"})

@@ -186,12 +186,15 @@ def test_memory_is_planned_for_the_longest_row(tmp_path: Path, monkeypatch: pyte
     assert cards._taken - cards.planner.plan(31).peak() == weights_of(model, torch.float32).base
 
 
-def test_a_token_budget_is_checked_against_the_longest_row_if_nothing_limits_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pack", "least"), [(True, 33), (False, 62)])
+def test_a_token_budget_is_checked_against_the_largest_row(tmp_path: Path, pack: bool, least: int) -> None:
+    """The chosen completion and the rejected one follow the same prompt."""
     path = make_model(tmp_path / "model")
     rows = [{"prompt": "x" * size, "chosen": "y" * 10, "rejected": "c"} for size in (20, 9)]
-    for budget, fits in ((61, False), (62, True)):
-        args = alignment.CPOConfig(**options(tmp_path, max_length=None, max_tokens_per_batch=budget))
-        with nullcontext() if fits else pytest.raises(OptionError, match="max_tokens_per_batch=61: .* at least 62"):
+    refused = pytest.raises(OptionError, match=f"max_tokens_per_batch={least - 1}: .* at least {least}")
+    for budget in (least - 1, least):
+        args = alignment.CPOConfig(**options(tmp_path, max_length=None, max_tokens_per_batch=budget, pack=pack))
+        with refused if budget < least else nullcontext():
             alignment.CPOTrainer(path, args=args, train_dataset=rows).close()
 
 
