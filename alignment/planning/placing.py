@@ -61,7 +61,7 @@ class Cards:
         if weights is None:
             return None
         placement, fits, size, others = "offload", "do not fit", 0.0, 0.0
-        for name in ("replica", "sharded") if ranks > 1 else ("replica",):
+        for name in ("replica", "sharded"):  # on one rank, the same
             size = weights.placed(name, ranks)
             try:
                 others = self._passing(source, name) - size if alone else self._taken

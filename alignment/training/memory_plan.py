@@ -207,8 +207,9 @@ def plan_memory(
     if machine is None:
         card, memory = smallest_card(), float(psutil.virtual_memory().total)
     else:
-        card, memory = usable_bytes(machine.gpu_memory) if machine.cuda else None, math.inf
-    if card is None or options.use_cpu:
+        on_gpus = machine.cuda and not options.use_cpu
+        card, memory = usable_bytes(machine.gpu_memory) if on_gpus else None, math.inf
+    if card is None:
         return None
     run = RunPlan(
         options,

@@ -1,0 +1,102 @@
+"""The memory plan of a run: printed at its start, compared at its end, and decisive for gradient checkpointing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.helpers import make_model, options, train_and_close, unpaired_rows, zero
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.dtypes import Machine, planning_for
+from alignment.planning import engines
+from alignment.planning.gpu_terms import CONTEXT
+from alignment.training import memory_plan
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"), layers=4)
+
+
+def trainer(folder: Path, model: str, **more: Any) -> KTOTrainer:
+    args = options(
+        folder,
+        max_length=64,
+        max_steps=1,
+        gradient_checkpointing="auto",
+        deepspeed=zero(2),
+        ref_placement="replica",
+        **more,
+    )
+    return KTOTrainer(model=model, args=KTOConfig(**args), train_dataset=unpaired_rows(8))
+
+
+def with_card(monkeypatch: pytest.MonkeyPatch, card: float) -> None:
+    """Let a run on a CPU be planned for a GPU."""
+    for module in (engines, memory_plan):
+        monkeypatch.setattr(module, "smallest_card", lambda: card)
+
+
+def test_a_run_says_what_it_needs_and_what_it_used(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path, model)
+    assert run.context.memory_plan is not None
+    plan = run.context.memory_plan.plan
+    assert {"load", "reference", "train", "step", "save", "evaluate"} == plan.gpu.keys()
+    train_and_close(run)
+    said = capsys.readouterr().out
+    assert "memory plan: fits: " in said and "gradient checkpointing: 0 of 4 layers" in said
+    events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    predicted = next(event for event in events if event.get("event") == "end")["predicted_bytes"]
+    assert predicted == {phase: plan.peak(phase) for phase in plan.gpu}
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "predicted and measured: " in report and f"train {predicted['train'] / 1e9:.2f} and " in report
+
+
+def test_as_few_layers_are_recomputed_as_must_be(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that just holds the run with two recomputed layers does not hold it with one."""
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path / "a", model).context.memory_plan
+    assert run is not None
+    peaks = [run.planner.plan(run.tokens, layers).peak(reserve=True) for layers in range(5)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[2] < peaks[1]
+    with_card(monkeypatch, peaks[2])
+    fewer = trainer(tmp_path / "b", model).context.memory_plan
+    assert fewer is not None and fewer.checkpointed_layers == 2 and fewer.fits
+    with_card(monkeypatch, peaks[2] - 1)
+    more = trainer(tmp_path / "c", model).context.memory_plan
+    assert more is not None and more.checkpointed_layers == 3
+
+
+def test_a_run_that_does_not_fit_names_changes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path / "a", model, per_device_train_batch_size=8).context.memory_plan
+    assert run is not None
+    least = run.planner.plan(run.tokens, 4).peak(reserve=True)
+    with_card(monkeypatch, least - 1)
+    warned = trainer(tmp_path / "b", model, per_device_train_batch_size=8)
+    found = warned.context.memory_plan
+    assert found is not None and not found.fits and found.max_tokens is not None
+    assert {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16} in [
+        dict(change.options) for change in found.sufficient_changes
+    ]
+    train_and_close(warned)
+    assert "warning: memory plan: does not fit: " in capsys.readouterr().out
+
+
+def test_a_dry_run_for_another_machine_prints_the_plan(model: str, tmp_path: Path) -> None:
+    from alignment.cli.dry_run import dry_run_lines
+
+    with planning_for(Machine(2, cuda=True, gpu_memory=8)):
+        planned = trainer(tmp_path, model, use_cpu=False)
+        lines = "\n".join(dry_run_lines(planned))
+    assert "GPU memory, GB" in lines and "fits: " in lines and f"{CONTEXT / 1e9:.2f}" in lines
