@@ -13,10 +13,11 @@ the peak raises an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from support import memory_predictions
 from support.allocations import Allocations
 from support.memory_cases import MemoryCase
 from support.varlen import one_call
+from torch.distributed import ProcessGroup
 
 import alignment
 from alignment.cli.guarded import guarded
@@ -71,6 +73,26 @@ def phases_of(allocations: Allocations) -> Iterator[None]:
             build(self, steps)
 
     with mock.patch.object(Phases, "__call__", measured), mock.patch.object(run_engines.RunEngines, "build", built):
+        yield
+
+
+@contextlib.contextmanager
+def uncounted_collectives(allocations: Allocations) -> Iterator[None]:
+    """Do not count what gloo allocates on the calling thread: NCCL reads and writes the tensors that it is given."""
+    kinds = ("all", "broadcast", "gather", "reduce", "scatter")
+    names = [name for name in dir(ProcessGroup) if name.lstrip("_").startswith(kinds)]
+
+    def wrapped(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with allocations.uncounted():
+                return collective(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(ProcessGroup, name, wrapped(getattr(ProcessGroup, name))))
         yield
 
 
@@ -151,7 +173,7 @@ def main() -> None:
         if run.get("only_plan"):
             continue
         allocations = Allocations(Path(given["library"]), run.get("limits"))
-        with allocations.active(), one_call(allocations.uncounted):
+        with allocations.active(), one_call(allocations.uncounted), uncounted_collectives(allocations):
             try:
                 (with_engine if run["engine"] else without_engine)(case, trainer, allocations)
             except Exception:
