@@ -100,6 +100,21 @@ def attending_with(model: nn.Module, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
+@contextlib.contextmanager
+def experts_in_any_dtype() -> Iterator[None]:
+    """Let mixtures of experts compute on tensors without data in fp32 too, within this context.
+
+    The kernel for groups of rows supports it, but its rule for such tensors only bf16. The implementation that
+    transformers has for devices without the kernel allocates the same. Seen with torch 2.13 and transformers 5.23.
+    """
+    from unittest import mock
+
+    from transformers.integrations import moe
+
+    with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
+        yield
+
+
 def requested_attention(model: PreTrainedModel) -> str | None:
     """The attention that a model was loaded with by request, if it is none of the fast ones; else None.
 

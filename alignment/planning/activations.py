@@ -7,8 +7,8 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,19 +19,20 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.internals.transformers import attending_with
+from alignment.internals.transformers import attending_with, experts_in_any_dtype
 from alignment.models import logprobs
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
+from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, tagged
-from alignment.planning.stand_in import ATTENTION, materialize, stand_in
+from alignment.planning.stand_in import ATTENTION, SHARED, materialize, stand_in
 from alignment.run.durable import replace_text
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
-_FORMAT = 1  # to increase with every change of what is counted
+_FORMAT = 3  # to increase with every change of what is counted
 _FOLDER = Path(HF_HOME) / "deepspeed-alignment" / "memory"
 
 
@@ -51,10 +52,16 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """The bytes of a pass, by tag, as linear functions of the number of layers: one per layer, and a constant."""
+    """Bytes by tag as linear functions of the number of layers: those of each layer, and a constant."""
 
     each: dict[str, float]
     fixed: dict[str, float]
+
+    @classmethod
+    def through(cls, few: Mapping[str, float], many: Mapping[str, float]) -> Trend:
+        """Return the line through what was counted on both stand-ins."""
+        each = {tag: (many.get(tag, 0) - few.get(tag, 0)) / (_MANY - _FEW) for tag in {*few, *many}}
+        return cls(each, {tag: few.get(tag, 0) - each[tag] * _FEW for tag in each})
 
     def of(self, layers: int) -> dict[str, float]:
         """Return the bytes with this many layers, by tag."""
@@ -69,6 +76,7 @@ class Counting:
         adapters: the adapters to train, or None.
         dtype: compute dtype.
         kernel: the attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
+        shared: whether the keys of prompts are copied for several sequences.
         checkpointing: arguments of gradient checkpointing.
         dropout: whether dropout is active.
         aux_loss: whether a load-balancing loss is computed.
@@ -82,33 +90,46 @@ class Counting:
         kernel: str,
         *,
         checkpointing: dict[str, Any],
+        shared: bool = False,
         dropout: bool = False,
         aux_loss: bool = False,
     ) -> None:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
-        self._checkpointing, self._dropout, self._aux_loss = checkpointing, dropout, aux_loss
+        self._checkpointing, self._shared = checkpointing, shared
+        self._dropout, self._aux_loss = dropout, aux_loss
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
-                 quantized, adapted, dtype, kernel, checkpointing, dropout, aux_loss)  # fmt: skip
+                 quantized, adapted, dtype, kernel, shared, checkpointing, dropout, aux_loss)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 
-    def __call__(self, shape: Shape, *, gradients: bool, recomputed: bool = False) -> Trend:
-        """Return the peak of a pass over a micro-batch, with or without gradients and recomputation of layers."""
-        key = f"{tuple(shape)} {gradients} {recomputed}"
+    def __call__(
+        self, shape: Shape, *, gradients: bool, recomputed: bool = False, kept: float = 0.0, stats: bool = True
+    ) -> tuple[Trend, Trend]:
+        """Return the peak of a pass over a micro-batch, and its peak since the backward pass of the first layer began.
+
+        Args:
+            shape: the micro-batch.
+            gradients: whether there is a backward pass; without one, both are the same.
+            recomputed: whether layers are recomputed in the backward pass.
+            stats: whether statistics of the distributions are computed.
+            kept: share of the gradients of weights that stay until the end; the others are freed as soon as they are
+                complete.
+        """
+        key = f"{tuple(shape)} {gradients} {recomputed} {kept} {stats}"
         if key not in self._known:
             for scorer in self._scorers:
                 scorer.train(gradients)
                 checkpoint_first(scorer.model, None if recomputed else 0)
-            few, many = (self._counted(scorer, shape) for scorer in self._scorers)
-            each = {tag: (many[tag] - few[tag]) / (_MANY - _FEW) for tag in {*few, *many}}
-            self._known[key] = [each, {tag: few[tag] - each[tag] * _FEW for tag in each}]
+            few, many = (self._counted(scorer, shape, kept, stats) for scorer in self._scorers)
+            self._known[key] = [asdict(Trend.through(*parts)) for parts in zip(few, many)]
             with contextlib.suppress(OSError):  # without the cache, the next run counts again
                 _FOLDER.mkdir(parents=True, exist_ok=True)
                 replace_text(self._file, json.dumps(self._known))
-        return Trend(*self._known[key])
+        first, last = (Trend(**each) for each in self._known[key])
+        return first, last
 
     @functools.cached_property
     def _scorers(self) -> list[Scorer]:
@@ -126,9 +147,12 @@ class Counting:
             scorers.append(scorer)
         return scorers
 
-    def _counted(self, scorer: Scorer, shape: Shape) -> Counter[str]:
-        """Gradients of weights are released as soon as they are complete, as at ZeRO stages 2 and 3."""
-        with self._fake, _tagging(scorer), LiveBytes([*scorer.parameters(), *scorer.buffers()]) as live:
+    def _counted(self, scorer: Scorer, shape: Shape, kept: float, stats: bool) -> tuple[Counter[str], Counter[str]]:
+        with (
+            self._fake,
+            LiveBytes([*scorer.parameters(), *scorer.buffers()]) as live,
+            _watched(scorer, live, kept),
+        ):
             ids = torch.zeros((shape.sequences, shape.width), dtype=torch.long)
             positions = torch.arange(shape.scored)
             targets = torch.zeros(shape.scored, dtype=torch.long)
@@ -137,38 +161,46 @@ class Counting:
                 inputs["attention_mask"] = torch.ones_like(ids)
             with (
                 torch.set_grad_enabled(scorer.training),
-                attending_with(scorer.model, ATTENTION + self._kernel),
+                attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
                 mock.patch.object(logprobs, "tile_starts", lambda count, step: range(min(count, 1))),
+                experts_in_any_dtype(),
             ):
                 with tagged("head"):
-                    output = scorer(inputs, positions, targets, shape.scored, True)
+                    output = scorer(inputs, positions, targets, shape.scored, stats)
                 if scorer.training:
                     (output.scores.sum() + output.aux_loss).backward()
-            return live.at_peak
+            return live.at_peak if live.before is None else live.before, live.at_peak
 
 
 @contextlib.contextmanager
-def _tagging(scorer: Scorer) -> Iterator[None]:
-    """Tag what the decoder creates in its forward pass with ``layers``, and release gradients of weights."""
-    decoder = decoder_of(scorer.model)
+def _watched(scorer: Scorer, live: LiveBytes, kept: float) -> Iterator[None]:
+    """Tag what the decoder creates in its forward pass, find its last part, and free or keep gradients of weights."""
+    decoder, layers = decoder_of(scorer.model), decoder_layers(scorer.model)
     assert isinstance(decoder, nn.Module)
     inside = contextlib.ExitStack()
 
     def enter(*_: Any) -> None:
         inside.enter_context(tagged("layers"))
 
+    def after_first(layer: nn.Module, inputs: Any, output: Any) -> None:
+        states = output if isinstance(output, Tensor) else output[0]
+        if states.requires_grad:
+            states.register_hook(lambda gradient: live.begin_last_part())
+
+    def release(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        size, parameter.grad = parameter.grad.untyped_storage().nbytes(), None
+        live.keep("gradients", int(kept * size))
+
     hooks = [decoder.register_forward_pre_hook(enter), decoder.register_forward_hook(lambda *_: inside.close())]
+    hooks += [layer.register_forward_hook(after_first) for layer in layers[:1]]
     trained = (parameter for parameter in scorer.parameters() if parameter.requires_grad)
-    hooks += [parameter.register_post_accumulate_grad_hook(_release) for parameter in trained]
+    hooks += [parameter.register_post_accumulate_grad_hook(release) for parameter in trained]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _release(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Trained:
 
     Attributes:
         numel: number of trained parameters.
-        widest: number of elements of the largest of them.
+        widest: number of elements of the largest of them, of which a sub-group of ZeRO-3 has at least one.
         itemsize: bytes per element in the compute dtype.
         states: bytes of optimizer states per parameter.
         master: bytes per element of master weights.
@@ -46,14 +46,16 @@ class EngineBytes:
 
     Attributes:
         resident: at all times.
-        begun: in addition, when the backward pass of a window's last micro-batch begins.
-        complete: in addition to ``resident``, when it ends.
+        begun: in addition, in the backward pass of a window's last micro-batch.
+        kept: share of the bytes of that pass's gradients that is kept until it ends.
+        complete: in addition to ``resident``, after it, while gradients are reduced.
         step: in addition to ``resident``, in the optimizer's step.
         host: in host memory of this rank.
     """
 
     resident: Parts
     begun: Parts
+    kept: float
     complete: Parts
     step: Parts
     host: Parts
@@ -80,21 +82,23 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     if stage == 0:
         begun: Parts = {"gradients": n * c if trained.accumulated else 0}
         step: Parts = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
-        return EngineBytes(states, begun, {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}, step, {})
+        complete = {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}
+        return EngineBytes(states, begun, 0.0 if trained.accumulated else 1.0, complete, step, {})
     if stage == 3:
         group = min(share, max(int(zero.get("sub_group_size") or share), trained.widest))
         resident = states | {"gradients": own * share, "buckets": bucket}
         step = {"optimizer step": (_FP32 if own != c or c == _FP32 else _FP32 + c) * group}
-        # The gradient of the largest parameter exists next to that of the parameter that is reduced.
-        return EngineBytes(resident, {}, {"gradients": c * trained.widest}, step, {})
+        return EngineBytes(resident, {}, 0.0, {}, step, {})
     if stage == 1 or trained.once:  # full gradients, reduced at the end of the window
         begun = {"gradients": own * n if trained.accumulated else 0}
         complete = {"gradients": own * n + own * share, "buckets": bucket if trained.once else 0}
+        kept = 0.0 if trained.accumulated else 1.0
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
         begun = {"gradients": own * share if trained.accumulated else 0, "buckets": buckets}
         complete = {"gradients": own * share, "buckets": buckets}
-    return EngineBytes(states, begun, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
+        kept = 0.0 if trained.accumulated else 1 / ranks
+    return EngineBytes(states, begun, kept, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
 
 
 def _offloaded(stage: int, trained: Trained, states: dict[str, float], share: float, bucket: float) -> EngineBytes:
@@ -104,5 +108,4 @@ def _offloaded(stage: int, trained: Trained, states: dict[str, float], share: fl
     host["page-locked rounding"] = sum(page_locked(size) - size for size in host.values())
     full = own * trained.numel if stage < 3 and trained.once else 0
     begun = {"gradients": full, "buckets": 2 * bucket}
-    complete = {"gradients": full + trained.itemsize * trained.widest, "buckets": 2 * bucket}
-    return EngineBytes({}, begun, complete, {}, host)
+    return EngineBytes({}, begun, 0.0, begun, {}, host)

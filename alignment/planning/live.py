@@ -34,6 +34,7 @@ class LiveBytes(TorchDispatchMode):
         now: bytes of live tensors.
         peak: their maximum.
         at_peak: bytes at the maximum by tag, see :func:`tagged`.
+        before: :attr:`at_peak` of the first part, see :meth:`begin_last_part`; None if there is one part only.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
@@ -41,6 +42,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
+        self.before: Counter[str] | None = None
         self._by_tag: Counter[str] = Counter()
         self._known: dict[int, tuple[str, int]] = {storage_key(one): ("", 0) for one in ignored}
 
@@ -51,6 +53,17 @@ class LiveBytes(TorchDispatchMode):
                 self._count(value)
         return output
 
+    def begin_last_part(self) -> None:
+        """Forget the maximum, except in :attr:`before`. Further calls have no effect."""
+        if self.before is None:
+            self.before, self.peak = self.at_peak, 0
+
+    def keep(self, tag: str, size: int) -> None:
+        """Count ``size`` bytes that stay."""
+        self.now += size
+        self._by_tag[tag] += size
+        self._compare()
+
     def _count(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
         if key in self._known:
@@ -59,9 +72,12 @@ class LiveBytes(TorchDispatchMode):
         tag, size = self._known[key] = (_tags[-1], storage.nbytes())
         self.now += size
         self._by_tag[tag] += size
+        self._compare()
+        weakref.finalize(storage, self._freed, key)
+
+    def _compare(self) -> None:
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, self._by_tag.copy()
-        weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         tag, size = self._known.pop(key)

@@ -199,13 +199,18 @@ class Planner:
             low, high = (low, middle) if self.plan(tokens, middle).fits(card) else (middle + 1, high)
         return low
 
-    def activations(self, source: ModelSource, shape: Shape, *, gradients: bool, recomputed: bool = False) -> Trend:
-        """Return the peak of a pass of the policy, or of a frozen model, over a micro-batch."""
+    def activations(self, source: ModelSource, shape: Shape, **how: Any) -> tuple[Trend, Trend]:
+        """Return the peaks of a pass of the policy, or of a frozen model; see :class:`Counting`."""
         try:
-            return self._counting(source)(shape, gradients=gradients, recomputed=recomputed)
+            return self._counting(source)(shape, **how)
         except Exception as error:  # of many classes, from the model's own code
             why = f"{source.name} cannot be computed on tensors without values: {first_line(error)}"
             raise NotPlanned(why) from error
+
+    @property
+    def _shares(self) -> bool:
+        """Whether sequences of a row share their prompt."""
+        return self.options.pack != "false" and self.sequences > 1 and not self.aux_loss
 
     def weights_of(self, source: ModelSource) -> Weights | None:
         """Return the weights of a frozen model."""
@@ -224,6 +229,7 @@ class Planner:
                 self.engines.compute,
                 self.kernel,
                 checkpointing=arguments,
+                shared=policy and self._shares,
                 dropout=not options.disable_dropout,
                 aux_loss=self.aux_loss and policy,
             )
@@ -258,7 +264,7 @@ class _Assembly:
         for model in self.planner.frozen:
             gpu[model.phase] = self._frozen(model)
         if isinstance(self.planner.engines.reference, AdapterReferencePlan):
-            gpu["reference"] = self._scoring(self._referenced)
+            gpu["reference"] = self._scoring(self._referenced, stats=False)
         gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
         host = {name: self._host(name) for name in gpu}
         return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
@@ -309,7 +315,7 @@ class _Assembly:
         sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
         named = value_at(self._config, "data_types.grad_accum_dtype")
         wide = {"fp32": 4, "bf16": 2, "fp16": 2}.get(str(named), sizes[dtypes.accumulate])
-        if dtypes.accumulation_is_free and self._stage == 2 and not self._offloaded("optimizer"):
+        if dtypes.accumulation_is_free and self._stage > 1 and not self._offloaded("optimizer"):
             wide = 4
         trained = Trained(
             numel=self.weights.trained,
@@ -360,41 +366,36 @@ class _Assembly:
     # Phases ---------------------------------------------------------------------------------------------------------
 
     def _load(self) -> Parts:
-        compute = self.planner.engines.compute.itemsize
-        whole = self._stage < 3 or self.weights.packed > 0
-        read = (
-            max(self.weights.layer, self.weights.widest) * compute
-            if self.weights.packed
-            else self.weights.widest * compute
-        )
-        held = self.weights.parts() if whole else self._policy
-        return added(held, {"reading": read}, self._others)
+        """The weights and, while the engine is built, their fp32 masters; or a layer that is being quantized."""
+        weights, compute = self.weights, self.planner.engines.compute.itemsize
+        held = weights.parts() if self._stage < 3 or weights.packed else self._policy
+        read = {"reading": weights.widest_packed * compute}
+        masters = {name: size for name, size in self._engine.resident.items() if name == "master weights"}
+        if self.planner.kernel == "cpu" and self._stage in (1, 2):  # flattened in host memory, which is the same here
+            masters["flattened"] = weights.trained * compute
+        return added(held, max(read, masters, key=_total), self._others)
 
     def _train(self) -> Parts:
-        """The peak is at the start of the backward pass, with all activations, or at its end, with all gradients."""
-        source, layers = self.planner.engines.source, self.weights.layers
-        live = self._live(self.weights, self._config, self.planner.ranks)
-        k = self.checkpointed
-        peaks = []
+        """The peak with most activations, with most gradients, or while gradients are reduced."""
+        source, layers, k = self.planner.engines.source, self.weights.layers, self.checkpointed
+        count = functools.partial(
+            self.planner.activations, source, self._trained, gradients=True, kept=self._engine.kept
+        )
+        moments: list[Parts] = []
         if k > 0:
-            trend = self.planner.activations(source, self._trained, gradients=True, recomputed=True)
-            peaks.append((trend, k))
+            first, last = count(recomputed=True)
+            moments += [first.of(k), last.of(layers)]
         if k < layers:
-            peaks.append((self.planner.activations(source, self._trained, gradients=True), layers - k))
-        kept = {} if k in (0, layers) else {"layers": self._recomputed_layer(peaks[0][0]) * k}
-        starts = [trend.of(count) for trend, count in peaks]
-        if kept:
-            starts[1] = added(starts[1], kept)
-        ends = peaks[0][0].of(1)
+            plain, last = count()
+            # The first k layers only keep their inputs.
+            moments.append(added(plain.of(layers - k), {"layers": sum(first.each.values()) * k if k else 0}))
+            moments += [] if k else [last.of(layers)]
+        live = self._live(self.weights, self._config, self.planner.ranks)
         return max(
-            *(added(self._always, self._engine.begun, live, start) for start in starts),
-            added(self._always, self._engine.complete, live, ends),
+            *(added(self._always, self._engine.begun, live, moment) for moment in moments),
+            added(self._always, self._engine.complete, live),
             key=_total,
         )
-
-    @staticmethod
-    def _recomputed_layer(trend: Trend) -> float:
-        return float(sum(trend.each.values()))
 
     def _step(self) -> Parts:
         return added(self._always, self._engine.step)
@@ -407,9 +408,9 @@ class _Assembly:
             else {},
         )
 
-    def _scoring(self, shape: Shape) -> Parts:
+    def _scoring(self, shape: Shape, stats: bool = True) -> Parts:
         """A pass of the policy without gradients."""
-        trend = self.planner.activations(self.planner.engines.source, shape, gradients=False)
+        trend, _ = self.planner.activations(self.planner.engines.source, shape, gradients=False, stats=stats)
         live = self._live(self.weights, self._config, self.planner.ranks)
         return added(self._always, live, trend.of(self.weights.layers))
 
@@ -418,7 +419,7 @@ class _Assembly:
         shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
-        trend = self.planner.activations(model.source, shape, gradients=False)
+        trend, _ = self.planner.activations(model.source, shape, gradients=False, stats=False)
         held = added(self._placed(model)) if model.alone else self._always
         live = (
             {}

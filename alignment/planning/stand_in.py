@@ -26,6 +26,7 @@ from alignment.planning.gpu_terms import attention_backward
 from alignment.planning.live import tagged
 
 KERNELS = ("flash", "efficient", "math", "cpu")
+SHARED = "_shared"  # suffix of functions that copy the keys of prompts, for several sequences of a packed row
 ATTENTION = "memory_plan_"  # with the name of a kernel: a function that is registered with transformers
 
 
@@ -45,7 +46,7 @@ def stand_in(
     config.__dict__.pop("quantization_config", None)
     shorten(config.get_text_config(), layers)
     with torch.device("meta"):
-        model: PreTrainedModel = source.task.auto.from_config(config, attn_implementation="sdpa")
+        model: PreTrainedModel = source.task.auto.from_config(config)
     model.to(dtype)
     if source.quantization is not None and source.quantization.bits == 4:
         converted_to_4bit(model, source.quantization)
@@ -56,7 +57,7 @@ def stand_in(
             model.add_adapter(with_initialization(copy.deepcopy(adapters.config), True), adapters.name)
         settle(model, adapters.name, dtype)
     if source.quantization is not None and source.quantization.bits == 4:
-        _replace_packed(model, source.quantization)
+        _replace_packed(model, source.quantization, dtype)
     return scorer
 
 
@@ -80,7 +81,7 @@ def materialize(scorer: Scorer) -> None:
 class PackedLinear(nn.Module):
     """Allocates like ``bitsandbytes.nn.Linear4bit`` on a GPU: packed bytes, scales, and a full copy in each pass."""
 
-    def __init__(self, linear: Any, quantization: Quantization) -> None:
+    def __init__(self, linear: Any, quantization: Quantization, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         numel = self.in_features * self.out_features
@@ -88,8 +89,7 @@ class PackedLinear(nn.Module):
         with torch.device("meta"):
             self.weight = nn.Parameter(torch.empty(-(-numel // 2), dtype=torch.uint8), requires_grad=False)
             self.register_buffer("scales", torch.empty(scale_bytes(numel, self.nested), dtype=torch.uint8))
-        self.bias = linear.bias
-        self.compute_dtype = linear.compute_dtype
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out); see ``bitsandbytes.autograd.MatMul4Bit``."""
@@ -123,12 +123,12 @@ class _PackedProduct(torch.autograd.Function):
         return grad @ _unpacked(grad, ctx.shape, ctx.nested), None, None, None, None
 
 
-def _replace_packed(model: nn.Module, quantization: Quantization) -> None:
+def _replace_packed(model: nn.Module, quantization: Quantization, dtype: torch.dtype) -> None:
     import bitsandbytes as bnb
 
     for name, module in list(model.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
-            model.set_submodule(name, PackedLinear(module, quantization))
+            model.set_submodule(name, PackedLinear(module, quantization, dtype))
 
 
 class _Attention(torch.autograd.Function):
@@ -151,9 +151,19 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(
-    kernel: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **kwargs: Any
+    kernel: str,
+    shared: bool,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: (B, heads, T, d) -> (B, T, heads, d)."""
+    if shared:
+        key, value = key.clone(), value.clone()
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and kernel in ("efficient", "math"):  # these kernels have no grouped queries
         key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
@@ -169,4 +179,5 @@ def _attend(
 
 
 for _kernel in KERNELS:
-    AttentionInterface.register(ATTENTION + _kernel, functools.partial(_attend, _kernel))
+    for _name, _shared in (("", False), (SHARED, True)):
+        AttentionInterface.register(ATTENTION + _kernel + _name, functools.partial(_attend, _kernel, _shared))

@@ -27,6 +27,7 @@ class Weights:
         numel: number of parameters without adapters.
         trained: number of trained parameters; 0 for a frozen model.
         widest: number of elements of the largest tensor.
+        widest_packed: number of elements of the largest quantized one; 0 if there is none.
         layer: number of parameters of the largest decoder layer.
         layers: number of decoder layers.
     """
@@ -38,6 +39,7 @@ class Weights:
     numel: int
     trained: int
     widest: int
+    widest_packed: int
     layer: int
     layers: int
 
@@ -98,6 +100,7 @@ def weights_of(
         numel=numel,
         trained=0 if not trained else numel if adapters is None else adapters.trained,
         widest=max(parameter.numel() for parameter in parameters),
+        widest_packed=max((parameter.numel() for parameter in packed), default=0),
         layer=max(map(_numel, layers), default=0),
         layers=len(layers),
     )

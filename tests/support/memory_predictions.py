@@ -42,7 +42,7 @@ def without_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
     gradients: dict[str, Any] = {"gradients": weights.trained * trainer.planned.engines.compute.itemsize}
 
     class Alone(planning._Assembly):
-        _engine = functools.cached_property(lambda self: EngineBytes({}, {}, gradients, {}, {}))  # type: ignore[assignment]
+        _engine = functools.cached_property(lambda self: EngineBytes({}, {}, 1.0, gradients, {}, {}))  # type: ignore[assignment]
         _others = functools.cached_property(lambda self: {})  # type: ignore[assignment]
 
     Alone._engine.__set_name__(Alone, "_engine")
