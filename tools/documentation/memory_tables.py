@@ -1,12 +1,11 @@
 """``python -m tools.documentation.memory_tables`` writes the tables of what fits on a GPU, from the memory plan.
 
-A table is between ``<!-- what fits: NAME -->`` and ``<!-- end -->`` in the README or a guide. The plan keeps what it has
-counted in ``HF_HOME``; without that, all tables take about ten minutes.
+A table is between ``<!-- what fits: NAME -->`` and ``<!-- end -->`` in the README or a guide. The plan keeps what it
+has counted in ``HF_HOME``; without that, all tables take about ten minutes.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ CONFIGURATIONS = Path(__file__).parent / "configurations"
 MODELS = ("Llama-3.1-8B", "Qwen3-8B", "Qwen2.5-14B", "Qwen2.5-32B")
 LENGTHS = (1024, 2048, 4096, 8192)
 CARDS = (12, 16, 24, 48)
+GPU = Machine(1, cuda=True, reads_weights=False)
 PAGES = {  # the tables of each page, with their attention kernels and cards
     "README.md": {"24 GB": ("flash", (24,))},
     "docs/guides/memory.md": {
@@ -35,6 +35,8 @@ PAGES = {  # the tables of each page, with their attention kernels and cards
 
 class Row:
     """The memory of KTO on one row with adapters (r = 16), at ZeRO stage 2, with all layers recomputed.
+
+    Create and use it within ``planning_for(GPU)``.
 
     Args:
         model: folder of its configuration.
@@ -54,13 +56,12 @@ class Row:
             load_in_4bit=quantized,
             gradient_checkpointing=True,
             per_device_train_batch_size=1,
+            gradient_accumulation_steps=32,
             deepspeed="zero2",
         )
-        with planning_for(Machine(1, cuda=True, reads_weights=False)):
-            method = METHODS.trainer(options).method_class(options)
-            policy, reference = model_sources(path, None, options, method.needs_reference, method.task)
-            run = RunPlan(options, method, policy, reference, card=usable_bytes(24), kernel=kernel)
-            self._planner = run.planner
+        method = METHODS.trainer(options).method_class(options)
+        policy, reference = model_sources(path, None, options, method.needs_reference, method.task)
+        self._planner = RunPlan(options, method, policy, reference, card=usable_bytes(24), kernel=kernel).planner
         self._positions = int(policy.config.max_position_embeddings)
 
     def peak(self, tokens: int) -> float:
@@ -72,18 +73,13 @@ class Row:
         return min(self._positions, self._planner.longest_that_fits(usable_bytes(card)))
 
 
-@functools.cache
-def row(model: str, quantized: bool, kernel: str) -> Row:
-    """Return a row, which keeps what it has counted."""
-    return Row(model, quantized, kernel)
-
-
 def cells(model: str, quantized: bool, kernel: str, cards: tuple[int, ...]) -> Iterator[str]:
     """Yield the cells of a row."""
-    this = row(model, quantized, kernel)
-    yield from (model, "4-bit" if quantized else "bf16")
-    yield from (f"{this.peak(tokens):.1f}" for tokens in LENGTHS)
-    yield from (f"{tokens:,}" if (tokens := this.longest(card)) else "–" for card in cards)
+    with planning_for(GPU):
+        row = Row(model, quantized, kernel)
+        yield from (model, "4-bit" if quantized else "bf16")
+        yield from (f"{row.peak(tokens):.1f}" for tokens in LENGTHS)
+        yield from (f"{tokens:,}" if (tokens := row.longest(card)) else "–" for card in cards)
 
 
 def fitting(kernel: str, cards: tuple[int, ...]) -> Iterator[str]:
@@ -97,21 +93,21 @@ def fitting(kernel: str, cards: tuple[int, ...]) -> Iterator[str]:
     yield from (head, "|---|---|" + "--:|" * (len(LENGTHS) + len(cards)), *rows)
 
 
-def page(name: str) -> str:
-    """Return the text of a page with its tables."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    for title, (kernel, cards) in PAGES[name].items():
-        lines = "\n".join(fitting(kernel, cards))
-        marked = re.compile(rf"(<!-- what fits: {title} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, found = marked.subn(lambda match, lines=lines: f"{match[1]}\n{lines}\n\n{match[2]}", text)
-        assert found == 1, f"{name} has no place for the table {title}"
-    return text
+def written(text: str, page: str, title: str) -> str:
+    """Return the text of a page with one of its tables written again."""
+    kernel, cards = PAGES[page][title]
+    lines = "\n".join(fitting(kernel, cards))
+    place = re.compile(rf"(?<=<!-- what fits: {title} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    assert len(place.findall(text)) == 1, f"{page} has no place for the table {title}"
+    return place.sub(lambda _: f"\n{lines}\n\n", text)
 
 
 def main() -> None:
     """Write all tables."""
-    for name in PAGES:
-        (ROOT / name).write_text(page(name), encoding="utf-8")
+    for page, tables in PAGES.items():
+        for title in tables:
+            text = (ROOT / page).read_text(encoding="utf-8")
+            (ROOT / page).write_text(written(text, page, title), encoding="utf-8")
 
 
 if __name__ == "__main__":
