@@ -1,17 +1,32 @@
 // An allocator for CPU tensors that counts the bytes in use and their peak, and refuses requests beyond a limit. It
 // wraps torch's own allocator, so it sees every storage of every thread, and the temporaries inside of operators.
+// Not counted are the buffers that gloo's threads copy tensors to, because NCCL needs none.
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace {
 
 std::mutex guard;
 std::unordered_map<void*, size_t> blocks;
+std::vector<size_t> refused;  // sizes of the blocks in use when a request was refused
 size_t live = 0, peak = 0, limit = 0;
+
+bool is_gloo() {
+  thread_local const bool found = [] {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    return std::strncmp(name, "pt_gloo", 7) == 0;
+  }();
+  return found;
+}
 
 void release(void* pointer) {
   {
@@ -27,8 +42,13 @@ void release(void* pointer) {
 
 struct Counting final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
+    if (is_gloo()) return c10::GetDefaultCPUAllocator()->allocate(size);
     {
       std::lock_guard<std::mutex> lock(guard);
+      if (limit != 0 && live + size > limit) {
+        refused.clear();
+        for (auto& [pointer, held] : blocks) refused.push_back(held);
+      }
       TORCH_CHECK_WITH(
           OutOfMemoryError, limit == 0 || live + size <= limit,
           "the counting allocator: ", live, " bytes are in use, ", size, " more exceed the limit of ", limit);
@@ -84,12 +104,10 @@ size_t bytes_at(void* pointer) {  // 0 if the allocator does not own it
   return block == blocks.end() ? 0 : block->second;
 }
 
-size_t live_blocks(size_t* sizes, size_t most) {  // writes up to `most` sizes, returns how many blocks there are
+size_t blocks_at_refusal(size_t* sizes, size_t most) {  // writes up to `most` sizes, returns how many there are
   std::lock_guard<std::mutex> lock(guard);
-  size_t written = 0;
-  for (auto& [pointer, size] : blocks)
-    if (written < most) sizes[written++] = size;
-  return blocks.size();
+  std::copy_n(refused.begin(), std::min(most, refused.size()), sizes);
+  return refused.size();
 }
 
 }

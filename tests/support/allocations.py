@@ -9,9 +9,9 @@ buffers and autograd's included, costs less than a microsecond per request, has 
 ``torch.cuda.max_memory_allocated`` has, and can refuse requests beyond a limit as a full GPU does. It is used here;
 a test compares it with the profiler.
 
-Not counted: files that safetensors maps (a checkpoint whose dtype differs from that of the run is copied while it is
-loaded, as it is to a GPU), arrays of NumPy, and workspaces of MKL. Counted, but absent from a GPU: workspaces of
-oneDNN, and of SDPA's kernel for CPUs.
+Not counted: buffers of gloo's threads, which NCCL does not have; files that safetensors maps (a checkpoint whose dtype
+differs from that of the run is copied while it is loaded, as it is to a GPU); arrays of NumPy, and workspaces of MKL.
+Counted, but absent from a GPU: workspaces of oneDNN, and of SDPA's kernel for CPUs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Allocations:
 
     def __init__(self, compiled: Path, limits: Mapping[str, int] | None = None) -> None:
         self._library = ctypes.CDLL(str(compiled))
-        for name in ("live_bytes", "peak_bytes", "bytes_at", "live_blocks"):
+        for name in ("live_bytes", "peak_bytes", "bytes_at", "blocks_at_refusal"):
             getattr(self._library, name).restype = ctypes.c_size_t
         self._base, self._limits = 0, limits or {}
         self.peaks: dict[str, int] = {}
@@ -135,8 +135,8 @@ class Allocations:
         """Whether the memory of a tensor is counted."""
         return bool(self._library.bytes_at(ctypes.c_void_p(tensor.untyped_storage().data_ptr())))
 
-    def blocks(self) -> list[int]:
-        """Return the sizes of all blocks in use, largest first."""
-        sizes = (ctypes.c_size_t * int(self._library.live_blocks(None, ctypes.c_size_t(0))))()
-        count = int(self._library.live_blocks(sizes, ctypes.c_size_t(len(sizes))))
-        return sorted(sizes[: min(count, len(sizes))], reverse=True)
+    def refused(self) -> list[int]:
+        """Return the sizes of all blocks that were in use when a request was refused, largest first."""
+        sizes = (ctypes.c_size_t * int(self._library.blocks_at_refusal(None, ctypes.c_size_t(0))))()
+        self._library.blocks_at_refusal(sizes, ctypes.c_size_t(len(sizes)))
+        return sorted(sizes, reverse=True)

@@ -154,9 +154,10 @@ def main() -> None:
         with allocations.active(), one_call(allocations.uncounted):
             try:
                 (with_engine if run["engine"] else without_engine)(case, trainer, allocations)
-            except torch.OutOfMemoryError:
-                traceback.print_exc()
-                print("blocks in use:", allocations.blocks()[:100], file=sys.stderr)
+            except Exception:
+                if run.get("limits"):
+                    traceback.print_exc()
+                    print("blocks in use:", allocations.refused()[:60], file=sys.stderr)
                 raise
         found[name] |= {"peaks": allocations.peaks, "after": allocations.after}
     (spec.parent / f"rank{rank()}.json").write_text(json.dumps(found))
