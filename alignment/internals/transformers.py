@@ -128,12 +128,14 @@ def experts_in_any_dtype() -> Iterator[None]:
     The kernel for groups of rows supports it, but its rule for such tensors only bf16. The implementation that
     transformers has for devices without the kernel allocates the same. Seen with torch 2.13 and transformers 5.23.
     """
-    from unittest import mock
-
     from transformers.integrations import moe
 
-    with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
+    before = moe._can_use_grouped_mm
+    try:
+        moe._can_use_grouped_mm = lambda *_: False
         yield
+    finally:
+        moe._can_use_grouped_mm = before
 
 
 def requested_attention(model: PreTrainedModel) -> str | None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 
 from alignment.internals.torch import fake_tensors
 from alignment.internals.transformers import attending_with, experts_in_any_dtype
-from alignment.models import logprobs
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
+from alignment.models.logprobs import only_first_tile
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
@@ -162,7 +161,7 @@ class Counting:
             with (
                 torch.set_grad_enabled(scorer.training),
                 attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
-                mock.patch.object(logprobs, "tile_starts", lambda count, step: range(min(count, 1))),
+                only_first_tile(),
                 experts_in_any_dtype(),
             ):
                 with tagged("head"):
