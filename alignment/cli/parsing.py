@@ -55,8 +55,13 @@ def glimpse(argv: list[str]) -> Glimpse:
     return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
 
 
-def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
-    """Parse the options of the method that the recipe or ``--method`` names; ``program`` is named in usage lines.
+def parse(argv: list[str], program: str = "launch/train.py", *, data: bool = True) -> AlignmentConfig:
+    """Parse the options of the method that the recipe or ``--method`` names.
+
+    Args:
+        argv: the arguments.
+        program: named in usage lines.
+        data: whether a dataset is required.
 
     Raises:
         OptionError: an argument, recipe or option is invalid.
@@ -87,7 +92,7 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         check_names(cls, recipe | given)
         recipe, given = read_names(cls, recipe), read_names(cls, given)
         options = METHODS.named(cls(**(checks.without_counterparts(cls, recipe, given) | given)), str(method))
-        checks.check_command_line(options)
+        checks.check_command_line(options, data=data)
     except OptionError as error:
         at_fault = str(error).partition("=")[0]
         if at_fault in recipe and at_fault not in given:

@@ -20,6 +20,7 @@ from alignment.engines.start_up import old_objects_spared, uncollected
 from alignment.planning.gpu_terms import usable_bytes
 from alignment.run.ranks import world_size
 
+_MOST = 10_000_000
 _ABOUT = """\
 Calculate the memory that a run needs on each GPU and on each host, by phase and part, from its configuration alone: no
 GPU is needed, and neither weights nor data are read. Takes the options of `train` and:
@@ -54,10 +55,9 @@ def plan_parser(program: str) -> Parser:
 
 
 def _number(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 10_000_000:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text}")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST}, found {text}")
+    return int(text)
 
 
 def _run(arguments: list[str], program: str) -> None:
@@ -69,7 +69,7 @@ def _run(arguments: list[str], program: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # do not use a GPU of this machine
     with planning_for(Machine(given.gpus * given.nodes, cuda=True, reads_weights=False)):
         with uncollected():
-            options = read_options(arguments, program, use_cpu=True)
+            options = read_options(arguments, program, use_cpu=True, data=False)
         if options.use_cpu:
             raise OptionError(f"{setting('use_cpu', True)}: plan calculates the memory of GPUs; remove it")
         with old_objects_spared():

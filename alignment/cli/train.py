@@ -32,17 +32,19 @@ def main(
     sys.exit(guarded(job, lambda: glimpse(arguments).use_cpu))
 
 
-def read_options(arguments: list[str], program: str, use_cpu: bool | None = None) -> AlignmentConfig:
+def read_options(
+    arguments: list[str], program: str, use_cpu: bool | None = None, *, data: bool = True
+) -> AlignmentConfig:
     """Parse the options, join the process group and import the large libraries.
 
     These are imported last, so that a misspelled option fails immediately, except by the module of an outside method.
-    The device is set before, because DeepSpeed chooses one when it is imported.
+    The device is set before, because DeepSpeed chooses one when it is imported. With ``data``, a dataset is required.
     """
     before = glimpse(arguments)
     if METHODS.is_outside(before.method):
         init_distributed(before.use_cpu if use_cpu is None else use_cpu)
         import_libraries()
-    options = parse(arguments, program)
+    options = parse(arguments, program, data=data)
     init_distributed(options.use_cpu if use_cpu is None else use_cpu)
     import_libraries()
     return options

@@ -169,14 +169,14 @@ def without_counterparts(cls: Any, recipe: dict[str, Any], given: dict[str, Any]
     return {name: value for name, value in recipe.items() if name not in replaced}
 
 
-def check_command_line(options: Any) -> None:
-    """Require the options that a script may pass as objects instead: model and dataset."""
+def check_command_line(options: Any, *, data: bool = True) -> None:
+    """Require the options that a script may pass as objects instead: model and, unless ``data`` is false, dataset."""
     if not options.model_name_or_path:
         raise OptionError("model_name_or_path is required; set it to a folder or Hub name")
-    if not options.dataset_name and options.dataset_mixture is None:
+    if data and not options.dataset_name and options.dataset_mixture is None:
         raise OptionError("dataset_name is required; set it to a file, folder or Hub name")
     options.check_named()
-    wanted = options.eval_strategy != "no" or options.eval_on_start
+    wanted = data and (options.eval_strategy != "no" or options.eval_on_start)
     if wanted and not options.dataset_test_split and not tested_parts(options):
         which = "eval_on_start" if options.eval_on_start else "eval_strategy"
         refuse(options, which, "no evaluation dataset; set dataset_test_split, or set eval_strategy to no")

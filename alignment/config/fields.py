@@ -150,6 +150,11 @@ def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default value of an option, see :data:`AUTO_BY_DEFAULT`."""
+    return str(field.default) if isinstance(field.default, UserString) else field.default
+
+
 def hide_shared(cls: Any) -> None:
     """Replace the :data:`Shared` fields of a dataclass by an ``InitVar`` with a default, as its subclasses inherit it.
 

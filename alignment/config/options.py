@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-from collections import UserString
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +24,7 @@ from alignment.compat.trl.verdicts import judged_names, refuse_values, verdict_o
 from alignment.config import checks, dtypes
 from alignment.config.elsewhere import check_elsewhere
 from alignment.config.errors import OptionError, setting, without_secrets
-from alignment.config.fields import EARLY, LATE, Free, hide_shared, marked, option_fields, validated
+from alignment.config.fields import EARLY, LATE, Free, default_of, hide_shared, marked, option_fields, validated
 from alignment.config.options_data import DataOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions, read_keywords
 from alignment.config.options_training import (
@@ -101,8 +100,7 @@ class AlignmentConfig(
                     given.setdefault(field.name, field.default_factory())
                 elif field.default is dataclasses.MISSING and field.name not in given:
                     raise OptionError(f"{field.name} is required; set it")
-                default = field.default
-                vars(self)[field.name] = str(default) if isinstance(default, UserString) else default
+                vars(self)[field.name] = default_of(field)
             vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
             self.__post_init__()
             vars(self)[_RESOLVED] = True

@@ -179,3 +179,36 @@ def storage_key(tensor: Any) -> int:
     ``data_ptr()`` is 0 for all fake tensors, and there is no public identity of a storage. Seen with torch 2.13.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def watching_operations(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``see`` with every tensor that an operation returns within this context, those of backward passes included.
+
+    A dispatch mode is the only way to see them. Its module has an underscore, but torch documents it in its notes on
+    extending. Seen with torch 2.13.
+    """
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **(kwargs or {}))
+            for value in tree_iter(output):
+                if isinstance(value, Tensor):
+                    see(value)
+            return output
+
+    with Watch():
+        yield
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which tensors have sizes but no data; it can be entered several times.
+
+    Models on the meta device may be used in it. There is no public way. Seen with torch 2.13.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -100,6 +100,27 @@ def attending_with(model: nn.Module, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
+def replace_by_4bit(model: Any, config: Any) -> None:
+    """Replace the layers of a model without weights that are quantized while it is loaded, with a BitsAndBytesConfig.
+
+    The quantizer that does so belongs to ``from_pretrained``, which needs weights. Seen with transformers 5.23.
+    """
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    kept = [*get_keys_to_not_convert(model), *(config.llm_int8_skip_modules or ())]
+    replace_with_bnb_linear(model, kept, config)
+
+
+def quantized_names(model: Any, names: Iterable[str], config: Any) -> list[str]:
+    """Return those of the names of linear layers that :func:`replace_by_4bit` would replace."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = [*get_keys_to_not_convert(model), *(config.llm_int8_skip_modules or ())]
+    return [name for name in names if should_convert_module(name, kept)]
+
+
 @contextlib.contextmanager
 def experts_in_any_dtype() -> Iterator[None]:
     """Let mixtures of experts compute on tensors without data in fp32 too, within this context.
@@ -107,12 +128,14 @@ def experts_in_any_dtype() -> Iterator[None]:
     The kernel for groups of rows supports it, but its rule for such tensors only bf16. The implementation that
     transformers has for devices without the kernel allocates the same. Seen with torch 2.13 and transformers 5.23.
     """
-    from unittest import mock
-
     from transformers.integrations import moe
 
-    with mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False):
+    before = moe._can_use_grouped_mm
+    try:
+        moe._can_use_grouped_mm = lambda *_: False
         yield
+    finally:
+        moe._can_use_grouped_mm = before
 
 
 def requested_attention(model: PreTrainedModel) -> str | None:

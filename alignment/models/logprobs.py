@@ -8,6 +8,8 @@ recomputes the logits in slices of the vocabulary to compute the gradient of the
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,11 +21,22 @@ from alignment.models.tiles.products import LogitTransform, coefficient_dtype, t
 
 DEFAULT_TILE_BYTES = 256 * 2**20
 _AS_THEY_ARE = LogitTransform()
+_first_only: list[bool] = []
 
 
-def tile_starts(count: int, step: int) -> range:
-    """Return where the tiles of ``count`` rows begin. A memory plan computes only one, as they all need the same."""
-    return range(0, count, step)
+@contextlib.contextmanager
+def only_first_tile() -> Iterator[None]:
+    """Compute a single tile within this context, for a memory plan: all tiles need the same memory."""
+    _first_only.append(True)
+    try:
+        yield
+    finally:
+        _first_only.pop()
+
+
+def _tile_starts(count: int, step: int) -> range:
+    """Return where the tiles of ``count`` rows begin."""
+    return range(min(count, 1)) if _first_only else range(0, count, step)
 
 
 class TokenStats(NamedTuple):
@@ -78,7 +91,7 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = torch.empty_like(hidden) if jacobian else None
         step = tile_length(tokens, weight.shape[0], tile_bytes)
         score_tile = tiles_for(hidden).score_tile
-        for start in tile_starts(tokens, step):
+        for start in _tile_starts(tokens, step):
             part = slice(start, start + step)
             scored = score_tile(hidden[part], weight, bias, targets[part], transform, jacobian, with_stats)
             logps[part], lse[part] = scored.logps, scored.lse
@@ -124,7 +137,7 @@ def _head_gradients(
     vocabulary, wide = weight.shape[0], grad.dtype
     tiles, dtype = tiles_for(hidden), coefficient_dtype(hidden, grad.dtype)
     step = tile_length(vocabulary, max(1, hidden.shape[0]), tile_bytes)
-    for start in tile_starts(vocabulary, step):
+    for start in _tile_starts(vocabulary, step):
         part = slice(start, min(start + step, vocabulary))
         logits = wide_product(hidden, weight[part].t(), wide)
         offset = None if bias is None else bias[part]

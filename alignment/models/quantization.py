@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
+from alignment.internals.transformers import quantized_names, replace_by_4bit
 
 _KEY = "quantization_config"
 
@@ -220,30 +221,15 @@ def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
             compute_as_in_training(module)
 
 
-def _kept(model: PreTrainedModel, plan: Quantization) -> list[str]:
-    """Return the modules that are not quantized while a model is loaded, as transformers' quantizer does."""
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    return [*get_keys_to_not_convert(model), *(plan.config.llm_int8_skip_modules or ())]
-
-
 def converted_to_4bit(model: PreTrainedModel, plan: Quantization) -> None:
     """Replace the layers of a model on the meta device that are quantized while it is loaded."""
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-
-    replace_with_bnb_linear(model, _kept(model, plan), plan.config)
+    replace_by_4bit(model, plan.config)
 
 
 def convertible(model: PreTrainedModel, plan: Quantization) -> list[nn.Module]:
     """Return the layers of a model on the meta device that are quantized while it is loaded."""
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    kept = _kept(model, plan)
-    return [
-        module
-        for name, module in model.named_modules()
-        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and should_convert_module(name, kept)
-    ]
+    named = {name: m for name, m in model.named_modules() if isinstance(m, Conv1D) or type(m) is nn.Linear}
+    return [named[name] for name in quantized_names(model, named, plan.config)]
 
 
 def is_packed(parameter: torch.Tensor) -> bool:

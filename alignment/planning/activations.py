@@ -11,23 +11,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import transformers
 from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from alignment.internals.torch import fake_tensors
 from alignment.internals.transformers import attending_with, experts_in_any_dtype
-from alignment.models import logprobs
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
+from alignment.models.logprobs import only_first_tile
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
-from alignment.planning.live import LiveBytes, tagged
+from alignment.planning.live import LiveBytes, live_bytes, tagged
 from alignment.planning.stand_in import ATTENTION, SHARED, materialize, stand_in
 from alignment.run.durable import replace_text
 
@@ -97,7 +96,7 @@ class Counting:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
         self._checkpointing, self._shared = checkpointing, shared
         self._dropout, self._aux_loss = dropout, aux_loss
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = fake_tensors()
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
@@ -150,7 +149,7 @@ class Counting:
     def _counted(self, scorer: Scorer, shape: Shape, kept: float, stats: bool) -> tuple[Counter[str], Counter[str]]:
         with (
             self._fake,
-            LiveBytes([*scorer.parameters(), *scorer.buffers()]) as live,
+            live_bytes([*scorer.parameters(), *scorer.buffers()]) as live,
             _watched(scorer, live, kept),
         ):
             ids = torch.zeros((shape.sequences, shape.width), dtype=torch.long)
@@ -162,7 +161,7 @@ class Counting:
             with (
                 torch.set_grad_enabled(scorer.training),
                 attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
-                mock.patch.object(logprobs, "tile_starts", lambda count, step: range(min(count, 1))),
+                only_first_tile(),
                 experts_in_any_dtype(),
             ):
                 with tagged("head"):

@@ -108,8 +108,10 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
         begun = {"gradients": own * share if trained.accumulated else 0, "buckets": buckets}
-        complete = {"gradients": own * share, "buckets": buckets}
-        kept = 0.0 if trained.accumulated else 1 / ranks
+        # In the dtype of the weights, the gradients of a pass are added to the earlier ones when it ends.
+        kept = 1 / ranks if own == c else 0.0
+        twice = 2 if trained.accumulated and own == c else 1
+        complete = {"gradients": twice * own * share, "buckets": buckets}
     return EngineBytes(states, begun, kept, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
 
 

@@ -6,20 +6,17 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from alignment.internals.torch import storage_key
+from alignment.internals.torch import storage_key, watching_operations
 
 _tags = ["layers"]
 
 
 @contextlib.contextmanager
 def tagged(tag: str) -> Iterator[None]:
-    """Count what is created within this context under ``tag``."""
+    """Count what is created within this context under ``tag``; ``layers`` outside of any."""
     _tags.append(tag)
     try:
         yield
@@ -27,8 +24,16 @@ def tagged(tag: str) -> Iterator[None]:
         _tags.pop()
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are created within this context.
+@contextlib.contextmanager
+def live_bytes(ignored: Iterable[Tensor] = ()) -> Iterator[LiveBytes]:
+    """Count the tensors that are created within this context, except those in ``ignored`` and views of them."""
+    live = LiveBytes(ignored)
+    with watching_operations(live.count):
+        yield live
+
+
+class LiveBytes:
+    """The bytes of live tensors; see :func:`live_bytes`.
 
     Attributes:
         now: bytes of live tensors.
@@ -37,21 +42,12 @@ class LiveBytes(TorchDispatchMode):
         before: :attr:`at_peak` of the first part, see :meth:`begin_last_part`; None if there is one part only.
     """
 
-    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
-        """Neither the storages of the tensors in ``ignored`` nor views of them are counted."""
-        super().__init__()
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.before: Counter[str] | None = None
         self._by_tag: Counter[str] = Counter()
         self._known: dict[int, tuple[str, int]] = {storage_key(one): ("", 0) for one in ignored}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for value in tree_iter(output):
-            if isinstance(value, Tensor):
-                self._count(value)
-        return output
 
     def begin_last_part(self) -> None:
         """Forget the maximum, except in :attr:`before`. Further calls have no effect."""
@@ -64,7 +60,8 @@ class LiveBytes(TorchDispatchMode):
         self._by_tag[tag] += size
         self._compare()
 
-    def _count(self, tensor: Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor until its memory is freed, unless it shares that of another."""
         key = storage_key(tensor)
         if key in self._known:
             return

@@ -240,18 +240,20 @@ class Planner:
             plan = self.plan(tokens, checkpointed, brief=True)
             return tokens, plan.peak(reserve=True) if plan.host_peak() <= memory else _NEVER
 
+        positions = int(getattr(self.engines.source.config.get_text_config(), "max_position_embeddings", 0) or 0)
+        most = min(_MOST, positions // _STEP * _STEP or _MOST)
         low, high, fitting = needed(1024), needed(4096), 0
         for _ in range(8):
             growth = max(1, high[1] - low[1]) / max(1, high[0] - low[0])
             guess = int(high[0] + (card - high[1]) / growth) // _STEP * _STEP
-            guess = min(max(guess, _STEP), _MOST)
+            guess = min(max(guess, _STEP), most)
             if guess in (low[0], high[0]):
                 break
             low, high = sorted([high, needed(guess)])
             found = low if low[0] == guess else high
             if found[1] <= card:
                 fitting = max(fitting, guess)
-            if 0.98 * card <= found[1] <= card or (guess in (_STEP, _MOST)):
+            if 0.98 * card <= found[1] <= card or guess in (_STEP, most):
                 break
         return fitting
 

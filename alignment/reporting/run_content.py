@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from alignment.compat.trl.verdicts import judged_names
-from alignment.config.fields import option_fields
+from alignment.config.fields import default_of, option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.reporting import page as html
@@ -263,7 +263,7 @@ def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
 
 def changed_options(options: Mapping[str, Any], declared: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, value and default ("" if unknown) of the options that differ from those of the class."""
-    defaults = {one.name: one.default for one in option_fields(declared)}
+    defaults = {one.name: default_of(one) for one in option_fields(declared)}
     ignored = judged_names(declared)
     for name, value in options.items():
         if value is not None and value != defaults.get(name) and name not in ignored:

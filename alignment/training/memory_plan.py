@@ -48,6 +48,7 @@ class RunPlan:
         tokens: tokens of the longest sequence; None: what the options allow.
         kernel: attention kernel.
         engines: the engine plan; None to make it.
+        rewards: the reward models; None to take them from the options.
         arguments: ``peft_config`` and ``live`` of :func:`plan_engines`.
 
     Raises:
@@ -65,6 +66,7 @@ class RunPlan:
     tokens: int | None = None
     kernel: str = "flash"
     engines: EnginePlan | None = None
+    rewards: tuple[Frozen, ...] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
@@ -79,7 +81,7 @@ class RunPlan:
             sequences=columns,
             referenced=columns * (2 if self.method.draws_partners else 1),
             hosts=self.hosts,
-            rewards=self._rewards,
+            rewards=self._rewards if self.rewards is None else self.rewards,
             kernel=self.kernel,
             aux_loss=balancing_coefficient(self.options, self.policy.config) is not None,
             card=self.card,
@@ -190,7 +192,7 @@ class RunPlan:
 
 
 def plan_memory(
-    options: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int = 0
+    options: AlignmentConfig, method: AnyMethod, models: PlannedModels, rewards: tuple[Frozen, ...], longest: int = 0
 ) -> RunPlan | None:
     """Plan the memory of a run. Collective.
 
@@ -198,6 +200,7 @@ def plan_memory(
         options: its options.
         method: its method.
         models: its models.
+        rewards: its reward models.
         longest: tokens of the longest sequence; 0 if it is not known.
 
     Returns:
@@ -222,6 +225,7 @@ def plan_memory(
         hosts=1 if machine is not None else max(1, world_size() // ranks_of_host()),
         tokens=longest if longest and not isinstance(options, OnlineOptions) else None,
         engines=models.engines,
+        rewards=rewards,
     )
     try:
         run.plan  # noqa: B018 - what cannot be planned is found here

@@ -19,7 +19,6 @@ from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
@@ -253,18 +252,11 @@ class RunEngines:
 
         On a CPU, memory is assumed to suffice.
         """
-        args, method, data = self.context.args, self.context.method, self.context.data
-        planner = Planner(
-            args,
-            self.plan,
-            world_size(),
-            sequences=2 if isinstance(args, OnlineOptions) else max(1, len(method.completions)),
-            rewards=self.resources.frozen,
-            aux_loss=self.aux_coefficient is not None,
-            card=smallest_card() or math.inf,
-        )
-        longest = 0 if isinstance(args, OnlineOptions) else max((each.table.longest for each in data.sets), default=0)
-        made = planner.gradients(longest or None)
+        plan = self.context.memory_plan
+        if plan is not None:
+            made = plan.planner.gradients(plan.tokens)
+        else:
+            made = Planner(self.context.args, self.plan, world_size(), card=smallest_card() or math.inf).gradients()
         if made is not None:
             self.plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]
         return made

@@ -239,7 +239,7 @@ class AlignmentTrainer(TrainerSurface):
             self.uploads.repository = repository
             handler.add_callback(self.uploads)
         longest = max((each.table.longest for each in self.data.sets), default=0)
-        self.context.memory_plan = plan_memory(self.args, self.method, self.planned, longest)
+        self.context.memory_plan = plan_memory(self.args, self.method, self.planned, self.resources.frozen, longest)
         self.engines = RunEngines(
             self.context, self.planned.engines, optimizers, self.planned.aux_coefficient, self.resources
         )

@@ -77,7 +77,7 @@ def _is_quick(block: Block) -> bool:
         )
     # Also where a command is in a variable.
     if re.search(
-        r"python (?!launch/)|\bmake |pip |(?:launch/|alignment )(?:train|precompute|prepare|export)", block.text
+        r"python (?!launch/)|\bmake |pip |(?:launch/|alignment )(?:train|precompute|prepare|plan|export)", block.text
     ):
         return False
     return all(command.name in _WITHOUT_TORCH for command in commands_of(script_of(block)))

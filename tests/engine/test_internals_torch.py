@@ -16,13 +16,16 @@ from torch.utils import cpp_extension
 
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import (
+    fake_tensors,
     has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
     release_pinned_memory,
     schedule_may_go_first,
+    storage_key,
     take_scheduled_rates,
     version_of,
+    watching_operations,
     without_forward_hooks,
 )
 from tools.ranks import RankServer
@@ -166,3 +169,14 @@ def test_deprecated_collectives_do_not_warn() -> None:
         gather()
         with pytest.raises(FutureWarning):
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
+
+
+def test_tensors_without_data_are_seen_with_their_sizes() -> None:
+    """Those of a backward pass too; views have the key of what they share."""
+    seen: list[torch.Tensor] = []
+    with fake_tensors(), watching_operations(seen.append):
+        weight = torch.empty(2**20, 2**20, requires_grad=True)
+        (weight @ torch.empty(2**20, 3)).sum().backward()
+    assert weight.grad is not None and weight.grad.untyped_storage().nbytes() == 4 * 2**40
+    keys = [storage_key(each) for each in seen]
+    assert storage_key(weight.grad) in keys and storage_key(weight.t()) == storage_key(weight) != keys[-1]

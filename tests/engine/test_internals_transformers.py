@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     ContinuousBatchingConfig,
     DefaultFlowCallback,
     EarlyStoppingCallback,
@@ -42,6 +43,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import transformers as internals
 from alignment.internals import transformers_batching as batching
+from alignment.internals.torch import fake_tensors
 from alignment.internals.transformers import loading
 from alignment.models.attention import PackingCheck
 
@@ -528,3 +530,31 @@ def test_a_stopped_manager_generates_again_with_the_same_cache_until_it_is_forgo
     batching.stop_keeping_graphs(made)
     batching.forget_manager(model, made)
     assert not live_caches() and all("batching" not in name for name in vars(model))
+
+
+def test_the_layers_that_loading_quantizes(tmp_path: Path) -> None:
+    """Without weights, the same ones as with ``from_pretrained``."""
+    folder = make_model(tmp_path, "tied")
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    expected = {name for name, module in loaded.named_modules() if type(module).__name__ == "Linear4bit"}
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    linear = [name for name, module in bare.named_modules() if isinstance(module, nn.Linear)]
+    assert set(internals.quantized_names(bare, linear, config)) == expected != set(linear)
+    internals.replace_by_4bit(bare, config)
+    assert {name for name, module in bare.named_modules() if type(module).__name__ == "Linear4bit"} == expected
+
+
+def test_experts_compute_in_fp32_without_data() -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        vocab_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with fake_tensors():
+        made = AutoModelForCausalLM.from_config(config)
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        with pytest.raises(RuntimeError, match="BF16"):
+            made(tokens)
+        with internals.experts_in_any_dtype():
+            assert made(tokens).logits.shape == (1, 8, 64)

@@ -30,7 +30,7 @@ PUBLIC = {
     *("torch.distributed", "torch.nn", "torch.nn.functional", "torch.nn.utils", "torch.autograd.function"),
     *("torch.optim", "torch.optim.lr_scheduler", "torch.utils", "torch.utils.checkpoint", "torch.utils.cpp_extension"),
     *("torch.utils.data", "torch.autograd", "torch.backends", "torch.backends.cuda", "torch.cuda", "torch.random"),
-    *("torch.version", "torch.overrides", "torch.nn.attention.varlen", "deepspeed.utils"),
+    *("torch.version", "torch.overrides", "torch.nn.attention", "torch.nn.attention.varlen", "deepspeed.utils"),
     *("deepspeed.accelerator", "deepspeed.comm", "deepspeed.ops", "deepspeed.ops.adam"),
     *("transformers.integrations", "transformers.trainer_utils", "transformers.utils", "transformers.utils.logging"),
     *("datasets.utils", "tqdm.auto", "peft.tuners.tuners_utils", "transformers.pytorch_utils", "bitsandbytes.nn"),

@@ -20,6 +20,7 @@ _WIDTH = 88
 _OF_METHODS = {
     "train": "The options are listed in [Options](options.md), and in [the API](api/configs.md) by method.",
     "prepare": "All options of [`train`](#train), and `--ranks`.",
+    "plan": "All options of [`train`](#train). The guide [Does it fit?](../guides/memory.md) explains the output.",
     "precompute": "All options of [`train`](#train).",
     "submit": "All options of [`train`](#train), and those of the job:",
 }

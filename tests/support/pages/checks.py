@@ -29,7 +29,7 @@ from support.pages.blocks import ROOT, Block, BlockError
 from support.pages.commands import Command, commands_of, simple_commands
 
 _QUOTED = re.compile(r'"--[\w-]+"')
-_TRAINING = ("train", "precompute", "prepare")
+_TRAINING = ("train", "precompute", "prepare", "plan")
 _PARSED = ("status", "export", "sample", "compare", "report")  # commands with an argparse parser, which exits
 
 
@@ -133,12 +133,16 @@ def _check_options(block: Block, command: Command) -> None:
         from alignment.cli.prepare import ranks_parser
 
         arguments = ranks_parser("prepare").parse_known_args(arguments)[1]
+    if command.name == "plan":
+        from alignment.cli.plan import plan_parser
+
+        arguments = plan_parser("plan").parse_known_args(arguments)[1]
     if "--method" in arguments and ":" in arguments[arguments.index("--method") + 1]:
         return  # its file is imported where the command runs
     recipe, given = read_arguments(arguments)
     its_own = recipe is not None and recipe.endswith((".yaml", ".yml", ".json")) and not recipe.startswith("launch/")
     if not its_own or Path(str(recipe)).is_file() or recipe in packaged_names("recipes"):
-        parse(arguments)
+        parse(arguments, data=command.name != "plan")
         return
     # A recipe that the page writes later or the reader provides: check at least the names of the options.
     method = given.pop("method", None)

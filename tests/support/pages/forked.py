@@ -16,7 +16,7 @@ from pathlib import Path
 from support.pages.blocks import ROOT
 
 # Commands that import torch; starting one of the others takes less time than a fork would save.
-_COMMANDS = ("train", "precompute", "prepare", "export", "sample", "compare")
+_COMMANDS = ("train", "precompute", "prepare", "plan", "export", "sample", "compare")
 _LAUNCHED = "|".join(f"launch/{name}.py|./launch/{name}.py" for name in _COMMANDS)
 _PYTHON = """\
 #!/bin/sh
