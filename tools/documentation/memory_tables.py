@@ -28,8 +28,6 @@ PAGES: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "README.md": {"24 GB": ("flash", (24,))},
     "docs/guides/memory.md": {
         "flash attention": ("flash", CARDS),
-        "memory-efficient attention": ("efficient", (24,)),
-        "math attention": ("math", (24,)),
     },
 }
 
