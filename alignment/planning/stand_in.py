@@ -162,6 +162,8 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: (B, heads, T, d) -> (B, T, heads, d)."""
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention with a soft cap or with sinks is not planned yet")
     if shared:
         key, value = key.clone(), value.clone()
     groups = query.shape[1] // key.shape[1]
