@@ -13,7 +13,7 @@ from alignment.config.deepspeed_keys import value_at
 from alignment.planning.gpu_terms import page_locked
 
 Parts: TypeAlias = Mapping[str, float]
-_FP32 = 4
+_FP32, _FP64 = 4, 8
 _FLATTENED = 500_000_000  # elements that DeepSpeed's engine flattens at a time to average gradients without ZeRO
 
 
@@ -92,10 +92,11 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         step = {"gradients": n * c, "optimizer step": _FP32 * n if c != _FP32 else 0}
         complete = {"gradients": n * c, "buckets": min(n, _FLATTENED) * c}
         return EngineBytes(states, begun, 0.0 if trained.accumulated else 1.0, complete, step, {})
+    norm = _FP64 * min(share, trained.widest / (ranks if stage == 3 else 1))  # of one gradient at a time
     if stage == 3:
         group = min(share, max(int(zero.get("sub_group_size") or share), trained.widest))
         resident = states | {"gradients": own * share, "buckets": bucket}
-        step = {"optimizer step": (_FP32 if own != c or c == _FP32 else _FP32 + c) * group}
+        step = {"optimizer step": max((_FP32 if own != c or c == _FP32 else _FP32 + c) * group, norm)}
         return EngineBytes(resident, {}, 0.0, {}, step, {})
     if stage == 1 or trained.once:  # full gradients, reduced at the end of the window
         begun = {"gradients": own * n if trained.accumulated else 0}
@@ -112,7 +113,8 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         kept = 1 / ranks if own == c else 0.0
         twice = 2 if trained.accumulated and own == c else 1
         complete = {"gradients": twice * own * share, "buckets": buckets}
-    return EngineBytes(states, begun, kept, complete, {"gradients": own * share, "optimizer step": copied * share}, {})
+    step = {"gradients": own * share, "optimizer step": max(copied * share, norm)}
+    return EngineBytes(states, begun, kept, complete, step, {})
 
 
 def _offloaded(stage: int, trained: Trained, states: dict[str, float], share: float, bucket: float) -> EngineBytes:
