@@ -34,6 +34,7 @@ def test_the_configurations_have_the_published_sizes(model: str) -> None:
     assert total / 1e9 == pytest.approx(BILLIONS[model], abs=0.001)
 
 
+@pytest.mark.ci
 def test_a_cell(uncounted: None) -> None:
     """All cells are compared by the next test, which takes minutes."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -44,11 +45,7 @@ def test_a_cell(uncounted: None) -> None:
 
 @pytest.mark.parametrize(
     ("page", "title"),
-    [
-        pytest.param(page, title, marks=pytest.mark.ci if kernel == "flash" else pytest.mark.slow)
-        for page, tables in PAGES.items()
-        for title, (kernel, _) in tables.items()
-    ],
+    [pytest.param(page, title, marks=pytest.mark.slow) for page, tables in PAGES.items() for title in tables],
 )
 def test_a_table(page: str, title: str) -> None:
     committed = (ROOT / page).read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -120,15 +121,24 @@ ROWS = [{"prompt": "ab", "completion": "c" * (40 if 8 <= number < 10 else 4)} fo
 
 
 class Plan:
-    """A memory plan."""
+    """A memory plan, which leaves the accumulation of gradients as it is."""
 
     max_tokens: int | None = None
+    tokens: int | None = None
+    planner = SimpleNamespace(gradients=lambda tokens: None)
+    plan = SimpleNamespace(gpu={})
 
     def __init__(self, layers: int = 1) -> None:
         self.checkpointed_layers = layers
 
     def peak(self, phase: str) -> int:
         return {"train": 3 * 2**30}.get(phase, 0)
+
+    def describe(self) -> str:
+        return "memory plan: made for this test"
+
+    def compared(self, phases: Any) -> str:
+        return ""
 
     def changes(self) -> list[str]:
         return ["set max_tokens_per_batch to 10", "set max_length to 20", "use_peft"]

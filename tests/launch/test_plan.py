@@ -20,7 +20,7 @@ from alignment.planning.plan import NotPlanned, Planner
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 RECIPES = sorted(path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml"))
-OFTEN = ("kto_qlora_8b", "online_dpo_qlora_8b")
+OFTEN, IN_CI = ("kto_qlora_8b",), ("online_dpo_qlora_8b", "cpo", "reward")
 Command = Callable[..., tuple[Any, str, str]]
 
 
@@ -67,7 +67,11 @@ def planned(plan: Command, *arguments: object, **more: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.ci) for name in RECIPES]
+    "recipe",
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow)
+        for name in RECIPES
+    ],
 )
 def test_each_recipe(plan: Command, recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No dataset has to be named, and nothing is written."""
@@ -100,7 +104,8 @@ def test_the_table_says_what_the_json_says(plan: Command) -> None:
             assert float(_cell(total[1], end)) == pytest.approx(sum(result[key][phase].values()) / 1e9, abs=0.006)
     need = result["gpu_peak_with_reserve"] / 1e9
     assert f"fits: {need:.1f} of 23.8 GB on each GPU, 5% in reserve (sequences of 1024 tokens" in out
-    assert f"longest sequences that fit: {result['longest']} tokens" in out
+    longest = f"{result['longest']} tokens" if result["longest"] else "none"
+    assert f"longest sequences that fit: {longest}" in out
     assert out.endswith("Calculated; not confirmed on a GPU.\n")
 
 
@@ -111,9 +116,9 @@ def _cell(row: str, end: int) -> str:
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("kto", ()),
+        pytest.param("kto", (), marks=pytest.mark.ci),
         pytest.param(
-            "cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), marks=pytest.mark.ci
+            "cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), marks=pytest.mark.slow
         ),
     ],
 )

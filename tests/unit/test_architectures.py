@@ -169,10 +169,10 @@ def test_memory_of_a_completion_if_layers_differ() -> None:
     heads = [layer.head_dim for layer in gemma4.config.per_layer_config]
     assert heads == [8, 8, 8, 16]
     vectors = 6 * 128 * 4
-    assert completion_bytes(gemma4, 10) == 10 * 4 * (2 * 2 * sum(heads) + 6 * 32 + 3 * 64) + vectors
+    assert completion_bytes(gemma4.config, 4, 10) == 10 * 4 * (2 * 2 * sum(heads) + 6 * 32 + 3 * 64) + vectors
     gemma3n.intermediate_size = [64, 64, 96, 64]
     model = AutoModelForCausalLM.from_config(gemma3n, dtype=torch.float32)
-    assert completion_bytes(model, 10) == 10 * 4 * (4 * 2 * 2 * 8 + 6 * 32 + 3 * 96) + vectors
+    assert completion_bytes(model.config, 4, 10) == 10 * 4 * (4 * 2 * 2 * 8 + 6 * 32 + 3 * 96) + vectors
 
 
 def test_the_check_detects_a_cap_with_a_small_effect() -> None:
