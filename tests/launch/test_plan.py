@@ -19,7 +19,8 @@ from alignment.planning import activations
 from alignment.planning.plan import NotPlanned, Planner
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
-RECIPES = sorted(path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml"))
+# `kto_after_sft` continues with an adapter that another recipe has trained.
+RECIPES = sorted({path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml")} - {"kto_after_sft"})
 OFTEN, IN_CI = ("kto_qlora_8b",), ("online_dpo_qlora_8b", "cpo", "reward")
 Command = Callable[..., tuple[Any, str, str]]
 
@@ -76,15 +77,14 @@ def planned(plan: Command, *arguments: object, **more: str) -> dict[str, Any]:
 def test_each_recipe(plan: Command, recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No dataset has to be named, and nothing is written."""
     monkeypatch.chdir(tmp_path)
-    adapter = ("--use_peft", "true") if recipe == "kto_after_sft" else ()  # the recipe names a saved adapter
-    result = planned(plan, recipe, *adapter, "--gpu_memory", "80")
+    result = planned(plan, recipe, "--gpu_memory", "80")
     online, refers = recipe.startswith("online"), recipe.startswith(("kto", "dpo", "online", "apo", "ipo"))
-    assert result["fits"] and result["tokens"] == (512 if recipe == "online_dpo" else 1024)
+    assert result["fits"] and result["tokens"] == 1024
     expected = {"load", "train", "step", "save", "evaluate"} | ({"rollout", "score"} if online else set())
     assert set(result["gpu"]) - {"reference"} == expected and set(result["host"]) == set(result["gpu"])
     assert refers or "reference" not in result["gpu"]
     assert result["gpu_peak"] == pytest.approx(max(sum(parts.values()) for parts in result["gpu"].values()), abs=99)
-    assert ("adapters" in result["gpu"]["train"]) == ("lora" in recipe or bool(adapter))
+    assert ("adapters" in result["gpu"]["train"]) == ("lora" in recipe)
     assert list(tmp_path.iterdir()) == []
 
 
