@@ -27,7 +27,6 @@ from alignment.planning.gradients import GradientPlan, candidates, micro_batches
 from alignment.planning.weights import Weights, weights_of
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
-from alignment.rollout.memory import completion_bytes
 
 PHASES = ("load", "rollout", "score", "reference", "train", "step", "save", "evaluate")
 Parts = dict[str, float]
@@ -492,6 +491,8 @@ class _Assembly:
         return {"zero_optimization": {"stage": 3, **offload}}
 
     def _rollout(self) -> Parts:
+        from alignment.rollout.memory import completion_bytes  # imports generation, which other methods do not need
+
         options = self.planner.options
         assert isinstance(options, OnlineOptions)
         config, rows = self.planner.engines.source.config, options.rollout_batch_size or 2

@@ -196,7 +196,7 @@ def token_step(policy: PolicyEngine) -> float:
 
 def fitting(policy: PolicyEngine) -> int:
     """Number of completions that fit if the first rank's device has space for 40 and the second's for 5."""
-    each = memory.completion_bytes(policy.scorer.model, 64)
+    each = memory.completion_bytes(policy.scorer.model.config, policy.scorer.model.dtype.itemsize, 64)
     free = int((5 if rank() else 40) * each / 0.8) + 1
     with mock.patch.object(memory, "free_bytes", lambda where: free):
         return memory.measure_room(policy.scorer.model, 64, gather=False, batch_size=None, generations=2).batch_size
