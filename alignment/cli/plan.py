@@ -78,7 +78,7 @@ def _run(arguments: list[str], program: str) -> None:
 
 def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
     from alignment.planning.plan import NotPlanned
-    from alignment.planning.table import GB, as_json, lines
+    from alignment.planning.table import GB, as_json
     from alignment.training.arguments import model_sources
     from alignment.training.memory_plan import RunPlan
 
@@ -98,16 +98,12 @@ def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
         kernel=given.attention,
     )
     try:
-        changes = [] if run.fits else run.sufficient_changes
         if given.json:
+            changes = [] if run.fits else run.sufficient_changes
             further = {"longest": run.longest, "changes": [dict(change.options) for change in changes]}
-            print(json.dumps(as_json(run.plan, run.card, run.memory) | further, indent=2))
-            return
-        print("\n".join(lines(run.plan, run.card, run.memory)))
-        print(f"longest sequences that fit: {f'{run.longest} tokens' if run.longest else 'none'}")
+            text = json.dumps(as_json(run.plan, run.card, run.memory) | further, indent=2)
+        else:
+            text = "\n".join(run.lines())
     except NotPlanned as error:
         raise ModelError(f"model_name_or_path: {error}; its memory cannot be planned") from error
-    if not run.fits:
-        print("with one of these it fits:" if changes else "no change of options is known with which it fits")
-        print("\n".join(f"  {change.describe()}" for change in changes))
-    print("Calculated; not confirmed on a GPU.")
+    print(text)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
-from alignment.internals.transformers import quantized_names, replace_by_4bit
+from alignment.internals.transformers import quantized_names
 
 _KEY = "quantization_config"
 
@@ -219,11 +219,6 @@ def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
                 module.weight.quant_storage = module.quant_storage = plan.repack
         elif isinstance(module, bnb.nn.Linear8bitLt) and module.weight.device.type == "cpu":
             compute_as_in_training(module)
-
-
-def converted_to_4bit(model: PreTrainedModel, plan: Quantization) -> None:
-    """Replace the layers of a model on the meta device that are quantized while it is loaded."""
-    replace_by_4bit(model, plan.config)
 
 
 def convertible(model: PreTrainedModel, plan: Quantization) -> list[nn.Module]:

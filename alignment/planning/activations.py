@@ -29,6 +29,7 @@ from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, live_bytes, tagged
 from alignment.planning.stand_in import ATTENTION, SHARED, materialize, stand_in
 from alignment.run.durable import replace_text
+from alignment.run.ranks import rank
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
 _FORMAT = 3  # to increase with every change of what is counted
@@ -124,9 +125,10 @@ class Counting:
                 checkpoint_first(scorer.model, None if recomputed else 0)
             few, many = (self._counted(scorer, shape, kept, stats) for scorer in self._scorers)
             self._known[key] = [asdict(Trend.through(*parts)) for parts in zip(few, many)]
-            with contextlib.suppress(OSError):  # without the cache, the next run counts again
-                _FOLDER.mkdir(parents=True, exist_ok=True)
-                replace_text(self._file, json.dumps(self._known))
+            if rank() == 0:
+                with contextlib.suppress(OSError):  # without the cache, the next run counts again
+                    _FOLDER.mkdir(parents=True, exist_ok=True)
+                    replace_text(self._file, json.dumps(self._known))
         first, last = (Trend(**each) for each in self._known[key])
         return first, last
 

@@ -22,7 +22,8 @@ from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource
 from alignment.planning.kernels import check_kernels
 from alignment.planning.placing import Cards, smallest_card
-from alignment.planning.plan import NotPlanned, Planner
+from alignment.planning.plan import NotPlanned
+from alignment.planning.planner import Planner
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
 from alignment.run.ranks import world_size

@@ -15,7 +15,8 @@ from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.memory import total_bytes
 from alignment.models.source import ModelSource
 from alignment.planning.gpu_terms import RESERVE
-from alignment.planning.plan import Frozen, NotPlanned, Planner
+from alignment.planning.plan import Frozen, NotPlanned
+from alignment.planning.planner import Planner
 from alignment.planning.weights import weights_of
 
 _CACHES = 0.1  # share of a GPU that is left to the KV caches of rollouts, whose batch size depends on it

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
+from alignment.internals.transformers import replace_by_4bit
 from alignment.models.adapters.injection import settle
 from alignment.models.adapters.record import Adapters, with_initialization
-from alignment.models.quantization import Quantization, converted_to_4bit
+from alignment.models.quantization import Quantization
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.gpu_terms import attention_backward
@@ -48,16 +49,17 @@ def stand_in(
     with torch.device("meta"):
         model: PreTrainedModel = source.task.auto.from_config(config)
     model.to(dtype)
-    if source.quantization is not None and source.quantization.bits == 4:
-        converted_to_4bit(model, source.quantization)
+    packed = source.quantization if source.quantization is not None and source.quantization.bits == 4 else None
+    if packed is not None:
+        replace_by_4bit(model, packed.config)  # as PEFT looks for, before adapters
     scorer = source.task.scorer(model, aux_loss)
     if adapters is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # weights on the meta device are not initialized
             model.add_adapter(with_initialization(copy.deepcopy(adapters.config), True), adapters.name)
         settle(model, adapters.name, dtype)
-    if source.quantization is not None and source.quantization.bits == 4:
-        _replace_packed(model, source.quantization, dtype)
+    if packed is not None:
+        _replace_packed(model, packed, dtype)
     return scorer
 
 

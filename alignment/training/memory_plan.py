@@ -6,12 +6,12 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from alignment.config.dtypes import planned
+from alignment.config.dtypes import Machine, planned, planning_for
 from alignment.config.errors import AlignmentError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
@@ -22,7 +22,8 @@ from alignment.planning.changes import Change, possible, sufficient
 from alignment.planning.engines import EnginePlan, plan_engines
 from alignment.planning.gpu_terms import usable_bytes
 from alignment.planning.placing import smallest_card
-from alignment.planning.plan import Frozen, MemoryPlan, NotPlanned, Planner
+from alignment.planning.plan import Frozen, MemoryPlan, NotPlanned
+from alignment.planning.planner import Planner
 from alignment.planning.table import GB, lines, verdict
 from alignment.run.ranks import tell, world_size
 from alignment.training.arguments import balancing_coefficient
@@ -49,7 +50,7 @@ class RunPlan:
         kernel: attention kernel.
         engines: the engine plan; None to make it.
         rewards: the reward models; None to take them from the options.
-        arguments: ``peft_config`` and ``live`` of :func:`plan_engines`.
+        peft_config: PEFT's configuration of the adapters, if the options do not describe them.
 
     Raises:
         NotPlanned: by all attributes, if the model cannot be counted.
@@ -67,12 +68,12 @@ class RunPlan:
     kernel: str = "flash"
     engines: EnginePlan | None = None
     rewards: tuple[Frozen, ...] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    peft_config: Any = None
 
     @functools.cached_property
     def planner(self) -> Planner:
         """The planner of these options."""
-        engines = self.engines or plan_engines(self.options, self.policy, self.reference, **self.arguments)
+        engines = self.engines or self._changed_engines()
         columns = 2 if isinstance(self.options, OnlineOptions) else max(1, len(self.method.completions))
         return Planner(
             self.options,
@@ -86,6 +87,11 @@ class RunPlan:
             aux_loss=balancing_coefficient(self.options, self.policy.config) is not None,
             card=self.card,
         )
+
+    def _changed_engines(self) -> EnginePlan:
+        """Plan engines without other ranks, which may be computing: as for another machine with the same GPUs."""
+        with planning_for(Machine(self.ranks, cuda=True, reads_weights=False)):
+            return plan_engines(self.options, self.policy, self.reference, copy.deepcopy(self.peft_config))
 
     @functools.cached_property
     def plan(self) -> MemoryPlan:
@@ -118,18 +124,16 @@ class RunPlan:
     def max_tokens(self) -> int | None:
         """Tokens of the largest micro-batch that fits; None if all rows of one do."""
         rows, each = self.options.per_device_train_batch_size, self.planner.sequences
-        while rows > 1 and not self._with_rows(rows).fits:
+        while rows > 1 and not self._with({"per_device_train_batch_size": rows}).fits:
             rows //= 2
         whole = rows == self.options.per_device_train_batch_size
         return None if whole else rows * each * self.plan.tokens
 
-    def _with_rows(self, rows: int) -> RunPlan:
-        return self._with({"per_device_train_batch_size": rows})
-
     def _with(self, changed: dict[str, Any]) -> RunPlan:
         """Return the plan of the same run with other options."""
         options = copy.copy(self.options)
-        vars(options).update(changed)
+        # The dtype of the GPUs of this run, which may not be the default of others.
+        vars(options).update({"dtype": self.planner.engines.dtypes.compute, **changed})
         tokens = None if "max_length" in changed else self.tokens
         return replace(self, options=options, engines=None, tokens=tokens)
 
@@ -150,10 +154,14 @@ class RunPlan:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan as a table, and if the run does not fit, the changes with which it does."""
+        """Yield the plan as a table, the longest sequences that fit, and the changes with which the run fits."""
         yield from lines(self.plan, self.card, self.memory)
+        yield f"longest sequences that fit: {f'{self.longest} tokens' if self.longest else 'none'}"
         if not self.fits:
-            yield from ("with one of these it fits:", *(f"  {change}" for change in self.changes()))
+            found = self.changes()
+            yield "with one of these it fits:" if found else "no change of options is known with which it fits"
+            yield from (f"  {change}" for change in found)
+        yield "Calculated; not confirmed on a GPU."
 
     def describe(self) -> str:
         """Return a line for the start of a run, with the changes if it does not fit."""
@@ -214,6 +222,8 @@ def plan_memory(
         card, memory = usable_bytes(machine.gpu_memory) if on_gpus else None, math.inf
     if card is None:
         return None
+    adapters = models.engines.adapters
+    described = adapters is None or options.use_peft or adapters.path is not None
     run = RunPlan(
         options,
         method,
@@ -226,6 +236,7 @@ def plan_memory(
         tokens=longest if longest and not isinstance(options, OnlineOptions) else None,
         engines=models.engines,
         rewards=rewards,
+        peft_config=None if described or adapters is None else adapters.config,
     )
     try:
         run.plan  # noqa: B018 - what cannot be planned is found here

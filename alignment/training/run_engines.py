@@ -31,7 +31,7 @@ from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.planning.engines import EnginePlan
 from alignment.planning.gradients import GradientPlan
 from alignment.planning.placing import smallest_card
-from alignment.planning.plan import Planner
+from alignment.planning.planner import Planner
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan

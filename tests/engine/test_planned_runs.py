@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
 from support.helpers import make_model, options, train_and_close, unpaired_rows, zero
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.dtypes import Machine, planning_for
-from alignment.planning import engines
+from alignment.planning import engines, placing
 from alignment.planning.gpu_terms import CONTEXT
+from alignment.planning.plan import Frozen
 from alignment.training import memory_plan
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -91,6 +95,55 @@ def test_a_run_that_does_not_fit_names_changes(
     ]
     train_and_close(warned)
     assert "warning: memory plan: does not fit: " in capsys.readouterr().out
+
+
+def test_changes_are_planned_without_the_other_ranks(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is out of memory plans them alone; adapters that a script has configured stay."""
+    with_card(monkeypatch, 24e9)
+    args = options(tmp_path, max_length=64, max_steps=1, per_device_train_batch_size=8, learning_rate=1e-5)
+    run = KTOTrainer(
+        model=model,
+        args=KTOConfig(**args),
+        train_dataset=unpaired_rows(8),
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+    ).context.memory_plan
+    assert run is not None
+
+    def collective(*_: object) -> None:
+        raise AssertionError("other ranks do not take part")
+
+    monkeypatch.setattr(engines, "smallest_card", placing.smallest_card)
+    monkeypatch.setattr(placing, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(placing, "largest_numbers", collective)
+    assert run.changes() and run.planner.engines.adapters is not None
+    fewer = run._with({"per_device_train_batch_size": 1})
+    adapters = fewer.planner.engines.adapters
+    assert adapters is not None and adapters.config.r == 4 and fewer.peak("train") < run.peak("train")
+
+
+def test_the_largest_reward_model_counts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_card(monkeypatch, 24e9)
+    plan = trainer(tmp_path, model).context.memory_plan
+    assert plan is not None
+    source = plan.planner.engines.source
+    small, large = (Frozen("reward model", source, "replica", "score", rows) for rows in (1, 64))
+    peaks = [replace(plan.planner, rewards=each).plan().peak("score") for each in ((small, large), (large, small))]
+    assert peaks[0] == peaks[1] > replace(plan.planner, rewards=(small, small)).plan().peak("score")
+
+
+def test_the_longest_sequences_that_fit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are those that the search begins with."""
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path, model).context.memory_plan
+    assert run is not None
+    planner = run.planner
+    planner.engines.source.config.max_position_embeddings = 2**20
+    for tokens in (1024, 4096, 10_048):
+        card = planner.plan(tokens, 4).peak(reserve=True)
+        assert 0.95 * tokens <= planner.longest_that_fits(card, checkpointed=4) <= tokens
+    assert planner.longest_that_fits(CONTEXT, checkpointed=4) == 0
 
 
 def test_a_dry_run_for_another_machine_prints_the_plan(model: str, tmp_path: Path) -> None:

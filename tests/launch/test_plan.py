@@ -16,7 +16,8 @@ from transformers import LlamaConfig, T5Config
 
 from alignment.cli.plan import main
 from alignment.planning import activations
-from alignment.planning.plan import NotPlanned, Planner
+from alignment.planning.plan import NotPlanned
+from alignment.planning.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 # `kto_after_sft` continues with an adapter that another recipe has trained.

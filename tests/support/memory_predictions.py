@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from alignment.planning import plan as planning
 from alignment.planning.engine_bytes import EngineBytes
-from alignment.planning.plan import Planner
+from alignment.planning.phases import Phases as Assembly
+from alignment.planning.planner import Planner
 from alignment.training.trainer import AlignmentTrainer
 from support.memory_cases import MemoryCase
 
@@ -41,7 +41,7 @@ def without_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
     assert weights is not None
     gradients: dict[str, Any] = {"gradients": weights.trained * trainer.planned.engines.compute.itemsize}
 
-    class Alone(planning._Assembly):
+    class Alone(Assembly):
         engine = functools.cached_property(lambda self: EngineBytes({}, {}, 1.0, gradients, {}, {}))  # type: ignore[assignment]
         _others = functools.cached_property(lambda self: {})  # type: ignore[assignment]
 

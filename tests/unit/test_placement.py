@@ -20,7 +20,8 @@ from alignment.models.source import ModelSource, model_source
 from alignment.online.resources import OnlineResources
 from alignment.planning import engines, placing, weights
 from alignment.planning.placing import Cards
-from alignment.planning.plan import Frozen, NotPlanned, Planner
+from alignment.planning.plan import Frozen, NotPlanned
+from alignment.planning.planner import Planner
 from alignment.planning.weights import weights_of
 from alignment.run.ranks import world_size
 from tools.architectures.tiny import tiny_config

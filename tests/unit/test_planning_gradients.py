@@ -14,10 +14,11 @@ from transformers import LlamaConfig
 from alignment.config.dtypes import DtypePlan, plan_dtypes
 from alignment.methods.kto_options import KTOConfig
 from alignment.models.source import ModelSource
-from alignment.planning import plan as planning
+from alignment.planning import planned_run
 from alignment.planning.engines import plan_engines
 from alignment.planning.gradients import GradientPlan, candidates, micro_batches
-from alignment.planning.plan import Frozen, Planner
+from alignment.planning.plan import Frozen
+from alignment.planning.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 BF16 = DtypePlan("bfloat16", "float32", "bfloat16", accumulation_is_free=True)
@@ -132,7 +133,7 @@ def test_a_window_split_by_tokens_has_several_micro_batches(options: dict[str, A
 @pytest.mark.parametrize(("card", "accumulate"), [(math.inf, "float32"), (80e9, "bfloat16")])
 def test_a_policy_of_unknown_size(card: float, accumulate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory suffices on a CPU; a GPU has the least."""
-    monkeypatch.setattr(planning, "weights_of", lambda *_, **__: None)
+    monkeypatch.setattr(planned_run, "weights_of", lambda *_, **__: None)
     found = replace(planner(zero(2)), card=card).gradients()
     assert found == GradientPlan(accumulate, card == math.inf, 2)
     assert found.describe().startswith(f"gradients: accumulated in {accumulate}, reduced ")

@@ -1,0 +1,240 @@
+"""The memory of each phase of a run, by part."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from alignment.config.deepspeed_keys import value_at
+from alignment.config.options_online import OnlineOptions
+from alignment.engines.optimizers import step_bytes
+from alignment.planning.activations import Shape
+from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
+from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE, page_locked
+from alignment.planning.gradients import GradientPlan, micro_batches
+from alignment.planning.plan import PHASES, Frozen, MemoryPlan, Parts, added, total
+from alignment.planning.planned_run import PlannedRun
+from alignment.planning.weights import Weights
+from alignment.references.adapter import AdapterReferencePlan
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass
+class Phases:
+    """Adds up the parts of each phase of a run.
+
+    Args:
+        run: the run.
+        weights: the weights of its policy.
+        tokens: tokens of the longest sequence.
+        checkpointed: number of recomputed layers.
+        gradients: how gradients are accumulated; None if there is nothing to choose.
+        brief: see :meth:`~alignment.planning.planner.Planner.plan`.
+    """
+
+    run: PlannedRun
+    weights: Weights
+    tokens: int
+    checkpointed: int
+    gradients: GradientPlan | None
+    brief: bool = False
+
+    def training(self) -> float:
+        """Return the bytes on a GPU that training needs, with the reserve."""
+        return max(total(added(parts, self._context)) for parts in (self._train(), self._step())) * (1 + RESERVE)
+
+    def plan(self) -> MemoryPlan:
+        """Return the plan of all phases."""
+        gpu = {"load": self._load(), "train": self._train(), "step": self._step(), "save": self._save()}
+        if not self.brief or self._evaluated.sequences > self._trained.sequences:
+            gpu["evaluate"] = self._scoring(self._evaluated)
+        if isinstance(self.run.options, OnlineOptions):
+            gpu["rollout"] = self._rollout()
+        for model in self.run.frozen:
+            gpu[model.phase] = max(gpu.get(model.phase, {}), self._frozen(model), key=total)
+        if isinstance(self.run.engines.reference, AdapterReferencePlan):
+            gpu["reference"] = self._scoring(self._referenced, stats=False)
+        gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
+        host = {name: self._host(name) for name in gpu}
+        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
+
+    # Shapes ---------------------------------------------------------------------------------------------------------
+
+    def _shape(self, rows: int, each: int) -> Shape:
+        sequences, budget = rows * each, self.run.options.max_tokens_per_batch
+        if budget is not None:
+            sequences = min(sequences, max(each, budget // self.tokens))
+        return Shape(sequences, self.tokens, max(1, int(sequences * (self.tokens - 1) * self.run.scored)))
+
+    @functools.cached_property
+    def _trained(self) -> Shape:
+        return self._shape(self.run.options.per_device_train_batch_size, self.run.sequences)
+
+    @functools.cached_property
+    def _referenced(self) -> Shape:
+        return self._shape(self.run.options.per_device_train_batch_size, self.run.referenced)
+
+    @functools.cached_property
+    def _evaluated(self) -> Shape:
+        options = self.run.options
+        return self._shape(
+            options.per_device_eval_batch_size or options.per_device_train_batch_size, self.run.sequences
+        )
+
+    # Engines --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        return self.run.engines.policy
+
+    @functools.cached_property
+    def _stage(self) -> int:
+        return int(self._config["zero_optimization"]["stage"])
+
+    @functools.cached_property
+    def _context(self) -> Parts:
+        if self.run.kernel == "cpu":
+            return {}
+        return {"CUDA context": CONTEXT, "NCCL": NCCL if self.run.ranks > 1 else 0}
+
+    @functools.cached_property
+    def engine(self) -> EngineBytes:
+        """What the policy's engine allocates."""
+        options, dtypes, gradients = self.run.options, self.run.engines.dtypes, self.gradients
+        accumulate = dtypes.accumulate if gradients is None else gradients.accumulate
+        trained = Trained(
+            numel=self.weights.trained,
+            widest=self.weights.widest if self.run.engines.adapters is None else 0,
+            itemsize=self.run.engines.compute.itemsize,
+            states=step_bytes(options),
+            master=_BYTES[dtypes.master],
+            accumulated=_BYTES[accumulate] if micro_batches(options) > 1 else None,
+            once=gradients is not None and gradients.once,
+        )
+        return engine_bytes(self._config, trained, self.run.ranks)
+
+    @functools.cached_property
+    def _offloaded(self) -> bool:
+        """Whether the policy's weights are in host memory."""
+        return value_at(self._config, "zero_optimization.offload_param.device") == "cpu"
+
+    @functools.cached_property
+    def _policy(self) -> Parts:
+        """Weights of the policy that are always on a GPU."""
+        if self._stage < 3:
+            return self.weights.parts()
+        return {} if self._offloaded else self.weights.parts(1 / self.run.ranks)
+
+    def _gathered(self, weights: Weights, *, offloaded: bool, ahead: int) -> Parts:
+        """Weights that ZeRO-3 gathers at the same time: those of a layer, and ``ahead`` that are fetched before."""
+        if self.run.ranks == 1 and not offloaded:
+            return {}
+        each = weights.base / weights.numel
+        return {"gathered layers": each * min(weights.numel, max(weights.layer, weights.widest) + ahead)}
+
+    @functools.cached_property
+    def _live(self) -> Parts:
+        """Weights of the policy that are gathered at the same time."""
+        if self._stage < 3:
+            return {}
+        ahead = int(value_at(self._config, "zero_optimization.stage3_prefetch_bucket_size") or 0)
+        return self._gathered(self.weights, offloaded=self._offloaded, ahead=ahead)
+
+    @functools.cached_property
+    def _others(self) -> Parts:
+        """Frozen models that are on a GPU at all times."""
+        return added(*(self._placed(model) for model in self.run.frozen if not model.alone))
+
+    def _placed(self, model: Frozen) -> Parts:
+        weights = self.run.weights_of(model.source)
+        return {model.name: 0.0 if weights is None else weights.placed(model.placement, self.run.ranks)}
+
+    @functools.cached_property
+    def _always(self) -> Parts:
+        return added(self._policy, self.engine.resident, self._others)
+
+    # Phases ---------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> Parts:
+        """The weights and, while the engine is built, their fp32 masters; or a layer that is being quantized."""
+        weights, compute = self.weights, self.run.engines.compute.itemsize
+        held = weights.parts() if self._stage < 3 or weights.packed else self._policy
+        read = {"reading": weights.widest_packed * compute}
+        masters = {name: size for name, size in self.engine.resident.items() if name == "master weights"}
+        if self.run.kernel == "cpu" and self._stage in (1, 2):  # flattened in host memory, which is the same here
+            masters["flattened"] = weights.trained * compute
+        return added(held, max(read, masters, key=total), self._others)
+
+    def _train(self) -> Parts:
+        """The peak with most activations, with most gradients, or while gradients are reduced."""
+        source, layers, k = self.run.engines.source, self.weights.layers, self.checkpointed
+        count = functools.partial(self.run.activations, source, self._trained, gradients=True, kept=self.engine.kept)
+        moments: list[Parts] = []
+        if k > 0:
+            first, last = count(recomputed=True)
+            moments += [first.of(k), last.of(layers)]
+        if k < layers:
+            plain, last = count()
+            # The first k layers only keep their inputs.
+            moments.append(added(plain.of(layers - k), {"layers": sum(first.each.values()) * k if k else 0}))
+            moments += [] if k else [last.of(layers)]
+        return max(
+            *(added(self._always, self.engine.begun, self._live, moment) for moment in moments),
+            added(self._always, self.engine.complete, self._live),
+            key=total,
+        )
+
+    def _step(self) -> Parts:
+        return added(self._always, self.engine.step)
+
+    def _save(self) -> Parts:
+        """At stage 3, weights are gathered one after another."""
+        widest = self.weights.widest * self.run.engines.compute.itemsize
+        return added(self._always, {"gathered layers": widest if self._stage == 3 else 0})
+
+    def _scoring(self, shape: Shape, stats: bool = True) -> Parts:
+        """A pass of the policy without gradients."""
+        trend, _ = self.run.activations(self.run.engines.source, shape, gradients=False, stats=stats)
+        return added(self._always, self._live, trend.of(self.weights.layers))
+
+    def _frozen(self, model: Frozen) -> Parts:
+        """A pass of a reference or a reward model."""
+        weights = self.run.weights_of(model.source)
+        shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
+        if weights is None:
+            return self._always
+        trend, _ = self.run.activations(model.source, shape, gradients=False, stats=False)
+        held, live = added(self._placed(model)) if model.alone else self._always, Parts()
+        if model.placement != "replica":
+            live = self._gathered(weights, offloaded=model.placement == "offload", ahead=0)
+        return added(held, live, trend.of(weights.layers))
+
+    def _rollout(self) -> Parts:
+        from alignment.rollout.memory import completion_bytes  # imports generation, which other methods do not need
+
+        options = self.run.options
+        assert isinstance(options, OnlineOptions)
+        config, rows = self.run.engines.source.config, options.rollout_batch_size or 2
+        whole = self._stage == 3 and options.ds3_gather_for_generation is not False
+        gathered = {"gathered layers": float(self.weights.base)} if whole else self._live
+        cache = rows * completion_bytes(config, self.run.engines.compute.itemsize, options.max_length)
+        return added(self._always, gathered, {"KV cache": cache})
+
+    def _host(self, phase: str) -> Parts:
+        """Bytes on a host, of all its ranks."""
+        here = -(-self.run.ranks // self.run.hosts)
+        parts: Parts = {"processes": HOST_PROCESS}
+        parts |= self.engine.host
+        if self._stage == 3 and self._offloaded:
+            parts["weights"] = page_locked(self.weights.base / self.run.ranks)
+        for model in self.run.frozen:
+            weights = self.run.weights_of(model.source)
+            if model.placement == "offload" and weights is not None:
+                parts[model.name] = page_locked(weights.base / self.run.ranks)
+        parts = {name: size * here for name, size in parts.items()}
+        if phase == "save" and self._stage == 3:
+            adapted = self.run.engines.adapters is not None
+            parts["gathered weights"] = self.weights.adapters if adapted else self.weights.base
+        return added(parts)
