@@ -79,6 +79,7 @@ def test_as_few_layers_are_recomputed_as_must_be(model: str, tmp_path: Path, mon
     assert more is not None and more.checkpointed_layers == 3
 
 
+@pytest.mark.ci
 def test_a_run_that_does_not_fit_names_changes(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

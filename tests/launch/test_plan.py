@@ -137,6 +137,7 @@ def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[s
         assert result["fits"] and result["changes"] == [], change
 
 
+@pytest.mark.ci
 def test_too_little_host_memory(plan: Command) -> None:
     result = planned(plan, "kto", "--deepspeed", "zero2_offload", "--host_memory", "16")
     assert not result["fits"] and result["host_peak"] > result["host_limit"] == 16e9
