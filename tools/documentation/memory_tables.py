@@ -22,6 +22,7 @@ CONFIGURATIONS = Path(__file__).parent / "configurations"
 MODELS = ("Llama-3.1-8B", "Qwen3-8B", "Qwen2.5-14B", "Qwen2.5-32B")
 LENGTHS = (1024, 2048, 4096, 8192)
 CARDS = (12, 16, 24, 48)
+_LEAST = 256  # tokens: fewer are of no use
 GPU = Machine(1, cuda=True, reads_weights=False)
 # The tables of each page, with their attention kernels and cards.
 PAGES: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -61,15 +62,15 @@ class Row:
         method = METHODS.trainer(options).method_class(options)
         policy, reference = model_sources(path, None, options, method.needs_reference, method.task)
         self._planner = RunPlan(options, method, policy, reference, card=usable_bytes(24), kernel=kernel).planner
-        self._positions = int(policy.config.max_position_embeddings)
 
     def peak(self, tokens: int) -> float:
         """Return the peak in GB with the reserve."""
         return self._planner.plan(tokens).peak(reserve=True) / GB
 
     def longest(self, card: int) -> int:
-        """Return the longest sequence that fits on a GPU, in tokens, within the model's positions; 0 if none does."""
-        return min(self._positions, self._planner.longest_that_fits(usable_bytes(card)))
+        """Return the longest sequence that fits on a GPU, in tokens; 0 if only a few tokens do."""
+        tokens = self._planner.longest_that_fits(usable_bytes(card))
+        return tokens if tokens >= _LEAST else 0
 
 
 def cells(model: str, quantized: bool, kernel: str, cards: tuple[int, ...]) -> Iterator[str]:
