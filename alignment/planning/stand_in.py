@@ -163,15 +163,11 @@ def _attend(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and kernel in ("efficient", "math"):  # these kernels have no grouped queries
         key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
-    if kernel in ("flash", "efficient"):
-        output: Tensor = _Attention.apply(query, key, value, kernel)  # type: ignore[no-untyped-call]
-    elif kernel == "math":
+    if kernel == "math":
         with sdpa_kernel(SDPBackend.MATH):
             output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     else:
-        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, is_causal=True, scale=scaling
-        )
+        output = _Attention.apply(query, key, value, kernel)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
 
 
