@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from peft import LoraConfig
 from support.helpers import exit_status
 from transformers import LlamaConfig, T5Config
 
@@ -41,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_labels=labels,
         ).save_pretrained(folder / name)
     T5Config().save_pretrained(folder / "t5")
+    LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).save_pretrained(folder / "adapter")
     return folder
 
 
@@ -120,6 +122,7 @@ def _cell(row: str, end: int) -> str:
     ("recipe", "more"),
     [
         pytest.param("kto", (), marks=pytest.mark.ci),
+        pytest.param("online_dpo_qlora_8b", ("--max_length", "4096"), marks=pytest.mark.ci),
         pytest.param(
             "cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), marks=pytest.mark.slow
         ),
@@ -135,6 +138,26 @@ def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[s
     for change in changes:
         result = planned(plan, recipe, *asked, *shlex.split(change))
         assert result["fits"] and result["changes"] == [], change
+
+
+def test_a_saved_adapter_needs_no_weights(plan: Command, folder: Path) -> None:
+    """Its rank and its modules are in its configuration."""
+    result = planned(plan, "kto_after_sft", "--adapter_name_or_path", folder / "adapter")
+    assert result["gpu"]["load"]["adapters"] == 2 * 4 * 8 * (2 * 4096 + 4096 + 1024)
+    status, out, err = plan("kto_after_sft", "--adapter_name_or_path", folder / "nothing")
+    assert (status, out) == (1, "") and err.startswith("error: adapter_name_or_path: ") and err.count("\n") == 1
+
+
+@pytest.mark.ci
+def test_a_reward_model_as_the_options_load_it(plan: Command) -> None:
+    def loaded(*more: str) -> dict[str, Any]:
+        return planned(plan, "online_dpo_qlora_8b", *more)
+
+    packed, plain, moved = loaded(), loaded("--reward_load_in_4bit", "false"), loaded("--reward_placement", "offload")
+    embeddings = 128256 * 4096 * 2
+    sizes = [each["gpu"]["train"]["reward model"] - embeddings for each in (packed, plain)]
+    assert sizes[0] == pytest.approx(sizes[1] / 4, rel=0.05)
+    assert "reward model" not in moved["gpu"]["train"] and "reward model" in moved["host"]["train"]
 
 
 @pytest.mark.ci
