@@ -175,14 +175,17 @@ SIZE, NUMBER = "expected gigabytes, from 1 to 10000, found", "expected a number 
     [
         *(((f"--{name}", value), f"argument --{name}: {SIZE} {value}") for name, value in
           (("gpu_memory", "-3"), ("gpu_memory", "0"), ("gpu_memory", "1e9"), ("gpu_memory", "nan"),
-           ("host_memory", "-64"))),
+           ("gpu_memory", "inf"), ("host_memory", "-64"), ("host_memory", "0.5"), ("host_memory", "nan"),
+           ("host_memory", "inf"))),
         (("--host_memory", "much"), "argument --host_memory: invalid gigabytes value: 'much'"),
         *(((f"--{name}", value), f"argument --{name}: {NUMBER} {value}") for name, value in
-          (("gpus", "0"), ("gpus", "two"), ("nodes", "-1"), ("tokens", "0"), ("tokens", "1e3"), ("gpus", "10000001"))),
+          (("gpus", "0"), ("gpus", "two"), ("gpus", "nan"), ("gpus", "10000001"), ("nodes", "-1"), ("nodes", "1.5"),
+           ("tokens", "0"), ("tokens", "1e3"), ("tokens", "-7"))),
         (("--gpus",), "argument --gpus: expected one argument"),
         (("--attention", "fast"), "argument --attention: invalid choice: 'fast'"),
         (("--gpu_memroy", "8"), "gpu_memroy='8': unknown option"),
         (("--use_cpu",), "use_cpu=True: plan calculates the memory of GPUs; remove it"),
+        (("--tokens", "5000"), "--tokens: 5000 is too large: the model supports at most 4096 positions"),
         (("--max_length", "5000"), "max_length: 5000 is too large: the model supports at most 4096 positions"),
     ],
 )  # fmt: skip
