@@ -87,7 +87,7 @@ class EvaluationAnswers:
 
     def rehearse(self, models: Models) -> None:
         """Sample completions that only end at their limit, from all models, and keep none of them; collective."""
-        speakers = ((models.policy, contextlib.nullcontext()), speaker_of(models.reference))
+        speakers: list[Speaker | None] = [(models.policy, contextlib.nullcontext()), speaker_of(models.reference)]
         with self.context.phases.of_evaluation():
             for data in self.context.data.eval.values():
                 first, sampling = self._prompts(models, data)
