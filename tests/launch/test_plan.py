@@ -23,6 +23,7 @@ from alignment.planning.planner import Planner
 pytestmark = pytest.mark.usefixtures("own_process_group")
 # `kto_after_sft` continues with an adapter that another recipe has trained.
 RECIPES = sorted({path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml")} - {"kto_after_sft"})
+LLAMA = str(ROOT / "tools" / "documentation" / "configurations" / "Llama-3.1-8B")
 OFTEN, IN_CI = ("kto_qlora_8b",), ("online_dpo_qlora_8b", "cpo", "reward")
 Command = Callable[..., tuple[Any, str, str]]
 
@@ -41,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_position_embeddings=4096,
             num_labels=labels,
         ).save_pretrained(folder / name)
+    LlamaConfig.from_pretrained(LLAMA, architectures=None, num_labels=1).save_pretrained(folder / "classifier_8b")
     T5Config().save_pretrained(folder / "t5")
     LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).save_pretrained(folder / "adapter")
     return folder
@@ -55,7 +57,7 @@ def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
         path = folder / model if "/" not in model else model
         arguments = [recipe, "--model_name_or_path", path, *more]
         if recipe.startswith("online"):
-            arguments += ["--reward_model_path", folder / "classifier"]
+            arguments += ["--reward_model_path", folder / ("classifier_8b" if model == LLAMA else "classifier")]
         capfd.readouterr()
         status = exit_status(main, list(map(str, arguments)))
         out, err = capfd.readouterr()
@@ -119,24 +121,28 @@ def _cell(row: str, end: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more"),
+    ("recipe", "more", "model"),
     [
-        pytest.param("kto", (), marks=pytest.mark.ci),
-        pytest.param("online_dpo_qlora_8b", ("--max_length", "4096"), marks=pytest.mark.ci),
-        pytest.param(
-            "cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), marks=pytest.mark.slow
+        pytest.param("kto", (), "model", marks=pytest.mark.ci),
+        pytest.param("online_dpo_qlora_8b", ("--max_length", "4096"), "model", marks=pytest.mark.ci),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), "model"),
+                *((recipe, (), LLAMA) for recipe in RECIPES if recipe.endswith("_8b")),
+            ]
         ),
     ],
 )
-def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[str, ...]) -> None:
+def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[str, ...], model: str) -> None:
     """The options are passed as they are printed."""
     asked = (*more, "--gpu_memory", "8")
-    _, out, _ = plan(recipe, *asked)
+    _, out, _ = plan(recipe, *asked, model=model)
     assert "does not fit: " in out
     changes = re.findall(r"^  (--.+?)  \((?:same|another) result; .+\)$", out, re.MULTILINE)
     assert 1 <= len(changes) <= 3
     for change in changes:
-        result = planned(plan, recipe, *asked, *shlex.split(change))
+        result = planned(plan, recipe, *asked, *shlex.split(change), model=model)
         assert result["fits"] and result["changes"] == [], change
 
 
