@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from alignment.compat.trl.verdicts import verdict_of
@@ -16,10 +17,10 @@ from alignment.config.options import AlignmentConfig
 _USAGE = """\
 usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 {launchers}
-
 RECIPE is a YAML file or the name of a packaged recipe ({recipes}).
 Options on the command line override the recipe.
 A boolean option without VALUE is set to true. Pass mappings as JSON."""
+_ALONE = ("plan", "prepare")  # commands that run in a single process
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
@@ -61,7 +62,8 @@ def usage(program: str) -> str:
     """Return the lines above the options, for a command called ``program``."""
     name = program.split()[-1]
     module = ("", "") if name.endswith(".py") else ("--module alignment ", "-m alignment ")
-    launchers = f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …"
+    launchers = f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …\n"
+    launchers = "" if Path(name).stem in _ALONE else launchers
     return _USAGE.format(program=program, launchers=launchers, recipes=", ".join(packaged_names("recipes")))
 
 

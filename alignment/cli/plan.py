@@ -77,6 +77,7 @@ def _run(arguments: list[str], program: str) -> None:
 
 
 def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
+    from alignment.models.source import check_positions
     from alignment.planning.plan import NotPlanned
     from alignment.planning.table import GB, as_json
     from alignment.training.arguments import model_sources
@@ -85,6 +86,7 @@ def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
     method = METHODS.trainer(options).method_class(options)
     model = options.model_name_or_path
     policy, reference = model_sources(model, None, options, method.needs_reference, method.task)
+    check_positions(policy.config, given.tokens, "--tokens")
     run = RunPlan(
         options,
         method,

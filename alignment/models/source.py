@@ -150,8 +150,8 @@ def _is_pointer(file: Path) -> bool:
         return False
 
 
-def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
-    """Check ``max_length`` against the model's ``max_position_embeddings``.
+def check_positions(config: PretrainedConfig, max_length: int | None, key: str = "max_length") -> None:
+    """Check ``max_length``, the value of ``key``, against the model's ``max_position_embeddings``.
 
     Raises:
         OptionError: ``max_length`` is larger.
@@ -159,8 +159,8 @@ def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_length is not None and positions and max_length > positions:
         raise OptionError(
-            f"max_length: {max_length} is too large: the model supports at most {positions} positions "
-            f"(max_position_embeddings); set max_length: {positions}"
+            f"{key}: {max_length} is too large: the model supports at most {positions} positions "
+            f"(max_position_embeddings); set {key}: {positions}"
         )
 
 

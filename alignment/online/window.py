@@ -22,9 +22,10 @@ from alignment.engines.rng import seeded
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
-from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking
+from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, RewardRanker
 from alignment.reporting.log import CompletionTable
 from alignment.reporting.metrics import MetricSums
+from alignment.rewards.reward_model import ClassifierReward
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.run.ranks import rank, world_size
@@ -221,6 +222,11 @@ class OnlineWindowPass(WindowPass):
         with self.phases("rollout"):
             self.rollout.generate(request)
         prompt, length = tuple(request.prompts[0]), self.sampling.max_new_tokens
+        if train and isinstance(self.ranker, RewardRanker):
+            with self.phases("score"):
+                for source in self.ranker.rewards.sources:
+                    if isinstance(source, ClassifierReward):
+                        source.rehearse(len(prompt) + length)
         rows = options.per_device_train_batch_size if train else options.eval_batch_size
         # The completions differ in the first token, so that they share only the prompt.
         pair = Pair(0, prompt, (0,) * length, (1,) * length, None)

@@ -44,7 +44,7 @@ class Change:
 def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -> Iterator[Change]:
     """Yield single changes that take less memory: those that preserve the result first, cheap ones first."""
     rows = options.per_device_train_batch_size
-    if isinstance(options, OnlineOptions) and options.rollout_batch_size is None:
+    if isinstance(options, OnlineOptions) and options.rollout_batch_size != 1:
         yield Change({"rollout_batch_size": 1}, True, "slower rollouts")
     if options.gradient_checkpointing is not True and options.gradient_checkpointing != "auto":
         yield Change({"gradient_checkpointing": True}, True, "a third more computation")
@@ -61,6 +61,8 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
         yield Change({"deepspeed": "zero3"}, True, "weights are gathered in each pass")
     if options.ref_placement in ("replica", "sharded"):
         yield Change({"ref_placement": "offload"}, True, "the reference is copied from host memory in each pass")
+    if isinstance(options, OnlineOptions) and options.reward_placement in ("replica", "sharded"):
+        yield Change({"reward_placement": "offload"}, True, "the reward model is copied from host memory in each pass")
     if not adapters:
         yield Change({"optim": "adamw_8bit"}, False, "8-bit optimizer states")
         yield Change({"use_peft": True}, False, "LoRA instead of all weights")

@@ -66,7 +66,7 @@ class Phases:
         sequences, budget = rows * each, self.run.options.max_tokens_per_batch
         if budget is not None:
             sequences = min(sequences, max(each, budget // self.tokens))
-        return Shape(sequences, self.tokens, max(1, int(sequences * (self.tokens - 1) * self.run.scored)))
+        return Shape(sequences, self.tokens, max(1, sequences * (self.tokens - 1)))
 
     @functools.cached_property
     def _trained(self) -> Shape:

@@ -58,7 +58,6 @@ class PlannedRun:
         rewards: its reward models.
         kernel: attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
         aux_loss: whether a load-balancing loss is computed.
-        scored: largest share of a sequence's tokens that is scored.
         card: bytes of the smallest GPU, in which gradients are accumulated in the first way that fits; by default, all
             do.
     """
@@ -72,7 +71,6 @@ class PlannedRun:
     rewards: tuple[Frozen, ...] = ()
     kernel: str = "flash"
     aux_loss: bool = False
-    scored: float = 1.0
     card: float = math.inf
     # By the id of the model, which is kept so that the id stays unique.
     _countings: dict[int, tuple[ModelSource, Counting]] = field(default_factory=dict)

@@ -174,6 +174,11 @@ class ClassifierReward:
         raise_together(failure)
         return scores
 
+    def rehearse(self, tokens: int) -> None:
+        """Score a batch of sequences of ``tokens`` tokens, or as many as the model has positions. Collective."""
+        rows = [str(number) for number in range(self.batch_size)]  # which share no prompt
+        self._scored([[0] * min(tokens, self._longest) for _ in rows], rows)
+
     def _tokenized(self, samples: Samples) -> list[list[int]]:
         """Return the token IDs of prompt + completion, truncated on the right to the positions of the model."""
         turns = map(one_turn, samples.prompts, samples.completions)

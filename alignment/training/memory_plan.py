@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.dtypes import Machine, planned, planning_for
 from alignment.config.errors import AlignmentError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import ranks_of_host
+from alignment.engines.placement import placement_of
+from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.planning.changes import Change, possible, sufficient
@@ -82,7 +85,7 @@ class RunPlan:
             sequences=columns,
             referenced=columns * (2 if self.method.draws_partners else 1),
             hosts=self.hosts,
-            rewards=self._rewards if self.rewards is None else self.rewards,
+            rewards=self._rewards(engines) if self.rewards is None else self.rewards,
             kernel=self.kernel,
             aux_loss=balancing_coefficient(self.options, self.policy.config) is not None,
             card=self.card,
@@ -134,8 +137,10 @@ class RunPlan:
         options = copy.copy(self.options)
         # The dtype of the GPUs of this run, which may not be the default of others.
         vars(options).update({"dtype": self.planner.engines.dtypes.compute, **changed})
-        tokens = None if "max_length" in changed else self.tokens
-        return replace(self, options=options, engines=None, tokens=tokens)
+        tokens, rewards = None if "max_length" in changed else self.tokens, self.rewards
+        if rewards is not None and "reward_placement" in changed:
+            rewards = tuple(replace(one, placement=changed["reward_placement"]) for one in rewards)
+        return replace(self, options=options, engines=None, tokens=tokens, rewards=rewards)
 
     def peak(self, phase: str) -> int:
         """Return the bytes on each GPU in a phase; 0 if the run has no such phase."""
@@ -189,14 +194,24 @@ class RunPlan:
         except (AlignmentError, NotPlanned):
             return None  # the options contradict each other
 
-    @property
-    def _rewards(self) -> tuple[Frozen, ...]:
-        path = getattr(self.options, "reward_model_path", None)
-        if not isinstance(self.options, OnlineOptions) or path is None:
+    def _rewards(self, engines: EnginePlan) -> tuple[Frozen, ...]:
+        options, path = self.options, getattr(self.options, "reward_model_path", None)
+        if not isinstance(options, OnlineOptions) or path is None:
             return ()
-        source = model_source(path, "reward_model_path", self.options, task=CLASSIFIER)
-        rows = self.options.reward_batch_size or 2 * self.options.per_device_train_batch_size
-        return (Frozen("reward model", source, self.options.reward_placement or "offload", "score", rows),)
+        base = load_deepspeed_config(options.reward_deepspeed, f"ref_{options.reward_placement or 'offload'}")
+        placement, source = placement_of(base), model_source(path, "reward_model_path", options, task=CLASSIFIER)
+        quantization = plan_quantization(
+            options,
+            source.config,
+            source.init_kwargs,
+            key="reward_model_path",
+            in_4bit=bool(options.reward_load_in_4bit),
+            live=False,
+            compute=engines.compute,
+            stage=0 if placement == "replica" else 3,
+        )
+        rows = options.reward_batch_size or 2 * options.per_device_train_batch_size
+        return (Frozen("reward model", replace(source, quantization=quantization), placement, "score", rows),)
 
 
 def plan_memory(

@@ -31,12 +31,13 @@ _MASTER = 4  # bytes per element of the copy of the gradients in fp32, from whic
 
 
 class Rehearsal:
-    """Computes the largest micro-batch, rollout and evaluation batch, and allocates the memory of an optimizer step.
+    """Computes the largest micro-batch, rollout, batch of a reward model and evaluation batch, with completions that
+    an evaluation samples, and allocates the memory of an optimizer step.
 
     Nothing of it remains: neither gradients, counters and loss scale of the engine, nor random states, times and
-    metrics. Reward functions and judges are not called. With ``auto_find_batch_size``, micro-batches are made smaller
-    until everything fits: on a single rank by trial; on several, of which one may fail while others wait for it, as
-    the memory plan says. Their limit is part of the run state.
+    metrics. Reward functions and judges are not called, and nothing is saved. With ``auto_find_batch_size``,
+    micro-batches are made smaller until everything fits: on a single rank by trial; on several, of which one may fail
+    while others wait for it, as the memory plan says. Their limit is part of the run state.
 
     Args:
         context: the run.
@@ -137,6 +138,8 @@ class Rehearsal:
             parts = [(data, whole, micro) for whole, data in sets for micro in range(len(whole.micro_batches))]
             data, whole, micro = max(parts, key=lambda each: micro_tokens(each[0].table, each[1], each[2], run.packs))
             window_pass(WindowPlan.of([(whole, micro)]), (), data, train=False, rehearses=True)
+            if self.context.answers is not None:
+                self.context.answers.rehearse(window_pass.models)
         del states
 
     def _block(self, size: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -84,21 +85,37 @@ class EvaluationAnswers:
         self._written = [*(self._written if step == self._step else ()), data.key]
         self._step = step
 
+    def rehearse(self, models: Models) -> None:
+        """Sample completions that only end at their limit, from all models, and keep none of them; collective."""
+        speakers: list[Speaker | None] = [(models.policy, contextlib.nullcontext()), speaker_of(models.reference)]
+        with self.context.phases.of_evaluation():
+            for data in self.context.data.eval.values():
+                first, sampling = self._prompts(models, data)
+                for speaker in filter(None, speakers if first else ()):
+                    completions(self.context, speaker, [*first], replace(sampling, eos_token_ids=()))
+
+    def _prompts(self, models: Models, data: PreparedData) -> tuple[dict[tuple[int, ...], bool], Sampling]:
+        """Return whether each of the prompts is truncated, and the distribution of their completions."""
+        options, model = self.context.args, models.policy.scorer.model
+        assert isinstance(options, SequenceOptions)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        first = first_prompts(data, options.num_completions_to_log)
+        first = {ids: cut for ids, cut in first.items() if len(ids) < limit}
+        room = limit - max(map(len, first), default=0)
+        tokenizer = self.context.processing_class
+        return first, sampling_of(model.generation_config, tokenizer, min(options.max_new_tokens, room))
+
     def _rows(self, models: Models, data: PreparedData) -> list[dict[str, str]]:
         context, options, tokenizer = self.context, self.context.args, self.context.processing_class
         assert isinstance(options, SequenceOptions)
-        model, reference = models.policy.scorer.model, speaker_of(models.reference)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-        first = first_prompts(data, options.num_completions_to_log)
-        prompts = [ids for ids in first if len(ids) < limit]
-        if not prompts:
+        first, sampling = self._prompts(models, data)
+        if not first:
             self._tell_once(f"{data.where}: no row has a prompt short enough for a completion, so none is sampled")
             return []
-        room = limit - max(map(len, prompts))
-        sampling = sampling_of(model.generation_config, tokenizer, min(options.max_new_tokens, room))
+        prompts, reference = [*first], speaker_of(models.reference)
         with context.phases.of_evaluation():
             decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-            starts = [first[ids] and options.truncation_mode == "keep_end" for ids in prompts]
+            starts = [cut and options.truncation_mode == "keep_end" for cut in first.values()]
             columns = {"prompt": ["…" * cut + decode(list(ids)) for ids, cut in zip(prompts, starts)]}
             columns["policy"] = completions(context, (models.policy, contextlib.nullcontext()), prompts, sampling)
             if reference is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,10 @@ def trainer(folder: Path, model: str, **more: Any) -> KTOTrainer:
     args = options(
         folder,
         max_length=64,
-        max_steps=1,
         gradient_checkpointing="auto",
         deepspeed=zero(2),
         ref_placement="replica",
-        **more,
+        **{"max_steps": 1, **more},
     )
     return KTOTrainer(model=model, args=KTOConfig(**args), train_dataset=unpaired_rows(8))
 
@@ -50,7 +50,7 @@ def test_a_run_says_what_it_needs_and_what_it_used(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_card(monkeypatch, 24e9)
-    run = trainer(tmp_path, model)
+    run = trainer(tmp_path, model, save_strategy="steps", save_steps=1)
     assert run.context.memory_plan is not None
     plan = run.context.memory_plan.plan
     assert {"load", "reference", "train", "step", "save", "evaluate"} == plan.gpu.keys()
@@ -60,8 +60,12 @@ def test_a_run_says_what_it_needs_and_what_it_used(
     events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     predicted = next(event for event in events if event.get("event") == "end")["predicted_bytes"]
     assert predicted == {phase: plan.peak(phase) for phase in plan.gpu}
-    report = (tmp_path / "out" / "report.md").read_text()
-    assert "predicted and measured: " in report and f"train {predicted['train'] / 1e9:.2f} and " in report
+    compared = f"predicted and measured: .*train {predicted['train'] / 1e9:.2f} and "
+    report = tmp_path / "out" / "report.md"
+    assert re.search(compared, report.read_text()) and re.search(compared, said)
+    report.unlink()
+    train_and_close(trainer(tmp_path, model, save_strategy="steps", max_steps=2), resume_from_checkpoint="latest")
+    assert re.search(compared, report.read_text()) and re.search(compared, capsys.readouterr().out), "after a resume"
 
 
 def test_as_few_layers_are_recomputed_as_must_be(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from transformers import TrainerCallback
 from alignment import SFTConfig, SFTTrainer
 from alignment.config.errors import TrainingError
 from alignment.online.window import OnlineWindowPass
+from alignment.rewards.reward_model import ClassifierReward
+from alignment.training.sampling import EvaluationAnswers
 from alignment.training.window import WindowPass
 from tools.ranks import RankServer
 
@@ -53,8 +55,13 @@ def test_one_rank_trains_as_without(
     method: str, stage: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, states, logs and completions are bitwise equal, also after a resume."""
-    asked = mock.Mock(side_effect=OnlineWindowPass.answered)
+    asked, scored, sampled = (
+        mock.Mock(side_effect=each)
+        for each in (OnlineWindowPass.answered, ClassifierReward.rehearse, EvaluationAnswers.rehearse)
+    )
     monkeypatch.setattr(OnlineWindowPass, "answered", lambda *args: asked(*args))
+    monkeypatch.setattr(ClassifierReward, "rehearse", lambda *args: scored(*args))
+    monkeypatch.setattr(EvaluationAnswers, "rehearse", lambda *args: sampled(*args))
     rehearsed, compute = [], WindowPass.__call__
 
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -62,11 +69,16 @@ def test_one_rank_trains_as_without(
         return compute(*args, **kwargs)
 
     given = {"deepspeed": STAGES[stage], "save_strategy": "steps", "save_steps": 2, "eval_on_start": True}
+    if method == "OnlineDPO":
+        given["reward_model_path"] = models["classifier"]
+    elif method != "Reward":
+        given |= {"generate_during_eval": True, "max_new_tokens": 8}
     whole = train_and_close(make(method, models, tmp_path / "whole", **NOT, **given))
     asked_without = asked.call_count
     monkeypatch.setattr(WindowPass, "__call__", computed)
     again = train_and_close(make(method, models, tmp_path / "again", **REHEARSED, **given))
-    assert rehearsed == [True, False] and asked.call_count == 2 * asked_without, "rewards are not asked"
+    assert rehearsed == [True, False] and asked.call_count == 2 * asked_without, "reward functions are not called"
+    assert (scored.call_count, sampled.call_count) == (method == "OnlineDPO", method not in ("OnlineDPO", "Reward"))
     shutil.copytree(again.output_dir, tmp_path / "resumed" / "out")
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.rmtree(tmp_path / "resumed" / "out" / name)

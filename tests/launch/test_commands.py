@@ -65,6 +65,13 @@ def test_a_usage_line_names_the_command_that_was_called(command: list[str], call
     assert ("launch/train.py" in second) == (called == "launch/train.py")
 
 
+@pytest.mark.parametrize("name", ["plan", "prepare"])
+def test_commands_of_a_single_process_name_no_launcher(name: str) -> None:
+    for called in (f"launch/{name}.py", f"deepspeed-alignment {name}"):
+        assert help_text(METHODS, called).startswith(f"usage: {called} [RECIPE] ")
+        assert "launcher" not in help_text(METHODS, called).partition("\n\n")[0]
+
+
 def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
     return exit_status(main, argv, "da"), *capsys.readouterr()
 

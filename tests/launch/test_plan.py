@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from peft import LoraConfig
 from support.helpers import exit_status
 from transformers import LlamaConfig, T5Config
 
@@ -22,6 +23,7 @@ from alignment.planning.planner import Planner
 pytestmark = pytest.mark.usefixtures("own_process_group")
 # `kto_after_sft` continues with an adapter that another recipe has trained.
 RECIPES = sorted({path.stem for path in (ROOT / "launch" / "recipes").glob("*.yaml")} - {"kto_after_sft"})
+LLAMA = str(ROOT / "tools" / "documentation" / "configurations" / "Llama-3.1-8B")
 OFTEN, IN_CI = ("kto_qlora_8b",), ("online_dpo_qlora_8b", "cpo", "reward")
 Command = Callable[..., tuple[Any, str, str]]
 
@@ -40,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_position_embeddings=4096,
             num_labels=labels,
         ).save_pretrained(folder / name)
+    LlamaConfig.from_pretrained(LLAMA, architectures=None, num_labels=1).save_pretrained(folder / "classifier_8b")
     T5Config().save_pretrained(folder / "t5")
+    LoraConfig(r=8, target_modules=["q_proj", "v_proj"]).save_pretrained(folder / "adapter")
     return folder
 
 
@@ -53,7 +57,7 @@ def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
         path = folder / model if "/" not in model else model
         arguments = [recipe, "--model_name_or_path", path, *more]
         if recipe.startswith("online"):
-            arguments += ["--reward_model_path", folder / "classifier"]
+            arguments += ["--reward_model_path", folder / ("classifier_8b" if model == LLAMA else "classifier")]
         capfd.readouterr()
         status = exit_status(main, list(map(str, arguments)))
         out, err = capfd.readouterr()
@@ -117,24 +121,49 @@ def _cell(row: str, end: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more"),
+    ("recipe", "more", "model"),
     [
-        pytest.param("kto", (), marks=pytest.mark.ci),
-        pytest.param(
-            "cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), marks=pytest.mark.slow
+        pytest.param("kto", (), "model", marks=pytest.mark.ci),
+        pytest.param("online_dpo_qlora_8b", ("--max_length", "4096"), "model", marks=pytest.mark.ci),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("cpo_lora_8b", ("--per_device_train_batch_size", "8", "--max_length", "4096"), "model"),
+                *((recipe, (), LLAMA) for recipe in RECIPES if recipe.endswith("_8b")),
+            ]
         ),
     ],
 )
-def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[str, ...]) -> None:
+def test_each_change_makes_the_run_fit(plan: Command, recipe: str, more: tuple[str, ...], model: str) -> None:
     """The options are passed as they are printed."""
     asked = (*more, "--gpu_memory", "8")
-    _, out, _ = plan(recipe, *asked)
+    _, out, _ = plan(recipe, *asked, model=model)
     assert "does not fit: " in out
     changes = re.findall(r"^  (--.+?)  \((?:same|another) result; .+\)$", out, re.MULTILINE)
     assert 1 <= len(changes) <= 3
     for change in changes:
-        result = planned(plan, recipe, *asked, *shlex.split(change))
+        result = planned(plan, recipe, *asked, *shlex.split(change), model=model)
         assert result["fits"] and result["changes"] == [], change
+
+
+def test_a_saved_adapter_needs_no_weights(plan: Command, folder: Path) -> None:
+    """Its rank and its modules are in its configuration."""
+    result = planned(plan, "kto_after_sft", "--adapter_name_or_path", folder / "adapter")
+    assert result["gpu"]["load"]["adapters"] == 2 * 4 * 8 * (2 * 4096 + 4096 + 1024)
+    status, out, err = plan("kto_after_sft", "--adapter_name_or_path", folder / "nothing")
+    assert (status, out) == (1, "") and err.startswith("error: adapter_name_or_path: ") and err.count("\n") == 1
+
+
+@pytest.mark.ci
+def test_a_reward_model_as_the_options_load_it(plan: Command) -> None:
+    def loaded(*more: str) -> dict[str, Any]:
+        return planned(plan, "online_dpo_qlora_8b", *more)
+
+    packed, plain, moved = loaded(), loaded("--reward_load_in_4bit", "false"), loaded("--reward_placement", "offload")
+    embeddings = 128256 * 4096 * 2
+    sizes = [each["gpu"]["train"]["reward model"] - embeddings for each in (packed, plain)]
+    assert sizes[0] == pytest.approx(sizes[1] / 4, rel=0.05)
+    assert "reward model" not in moved["gpu"]["train"] and "reward model" in moved["host"]["train"]
 
 
 @pytest.mark.ci
@@ -152,14 +181,17 @@ SIZE, NUMBER = "expected gigabytes, from 1 to 10000, found", "expected a number 
     [
         *(((f"--{name}", value), f"argument --{name}: {SIZE} {value}") for name, value in
           (("gpu_memory", "-3"), ("gpu_memory", "0"), ("gpu_memory", "1e9"), ("gpu_memory", "nan"),
-           ("host_memory", "-64"))),
+           ("gpu_memory", "inf"), ("host_memory", "-64"), ("host_memory", "0.5"), ("host_memory", "nan"),
+           ("host_memory", "inf"))),
         (("--host_memory", "much"), "argument --host_memory: invalid gigabytes value: 'much'"),
         *(((f"--{name}", value), f"argument --{name}: {NUMBER} {value}") for name, value in
-          (("gpus", "0"), ("gpus", "two"), ("nodes", "-1"), ("tokens", "0"), ("tokens", "1e3"), ("gpus", "10000001"))),
+          (("gpus", "0"), ("gpus", "two"), ("gpus", "nan"), ("gpus", "10000001"), ("nodes", "-1"), ("nodes", "1.5"),
+           ("tokens", "0"), ("tokens", "1e3"), ("tokens", "-7"))),
         (("--gpus",), "argument --gpus: expected one argument"),
         (("--attention", "fast"), "argument --attention: invalid choice: 'fast'"),
         (("--gpu_memroy", "8"), "gpu_memroy='8': unknown option"),
         (("--use_cpu",), "use_cpu=True: plan calculates the memory of GPUs; remove it"),
+        (("--tokens", "5000"), "--tokens: 5000 is too large: the model supports at most 4096 positions"),
         (("--max_length", "5000"), "max_length: 5000 is too large: the model supports at most 4096 positions"),
     ],
 )  # fmt: skip

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
+from alignment.models.source import ModelSource
+from alignment.planning.activations import Shape, Trend
 from alignment.planning.engine_bytes import EngineBytes
 from alignment.planning.phases import Phases as Assembly
 from alignment.planning.planner import Planner
@@ -14,10 +17,21 @@ from support.memory_cases import MemoryCase
 Phases = dict[str, dict[str, float]]
 
 
+@dataclass
+class PartlyScored(Planner):
+    """Plans a run in which a share of the tokens is scored; a plan of a run is that of all of them."""
+
+    share: float = 1.0
+
+    def activations(self, source: ModelSource, shape: Shape, **how: Any) -> tuple[Trend, Trend]:
+        scored = max(1, int(shape.scored * self.share))
+        return super().activations(source, shape._replace(scored=scored), **how)
+
+
 def planner_of(case: MemoryCase, trainer: AlignmentTrainer) -> Planner:
     """Return the planner of a trainer's run, on the CPU's attention kernel: without what only a GPU allocates."""
     each = 2 if case.method in ("CPO", "DPO", "OnlineDPO", "Reward") else 1
-    return Planner(
+    return PartlyScored(
         options=trainer.args,
         engines=trainer.planned.engines,
         ranks=case.ranks,
@@ -25,7 +39,7 @@ def planner_of(case: MemoryCase, trainer: AlignmentTrainer) -> Planner:
         referenced=2 if case.method == "KTO" else each,
         kernel="cpu",
         aux_loss=trainer.planned.aux_coefficient is not None,
-        scored=case.scored,
+        share=case.scored,
     )
 
 

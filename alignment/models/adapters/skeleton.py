@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from alignment.config.dtypes import planned
 from alignment.config.errors import ModelError, OptionError, did_you_mean, first_line
 from alignment.models.adapters.record import (
     PREFIX,
@@ -46,7 +47,8 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
 
     Args:
         config: the PEFT configuration, which is modified.
-        path: the folder that it was read from; None for new adapters.
+        path: the folder that it was read from; None for new adapters. Without its weights, if the machine that is
+            planned for reads none, a head that it does not train is assumed to be among them.
         source: the policy's model.
         trust_remote_code: run code that comes with the model.
         key: option or argument that the configuration comes from. Names in ``peft_config`` that the model does not
@@ -58,8 +60,9 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    model = skeleton(source, trust_remote_code)
-    saved = None if path is None else {n.removeprefix(PREFIX): one for n, one in adapter_weights(path).items()}
+    model, machine = skeleton(source, trust_remote_code), planned()
+    reads = machine is None or machine.reads_weights
+    saved = None if path is None else _saved(path) if reads else dict.fromkeys(HEAD_TENSORS, torch.empty(0))
     config.inference_mode = False
     config.base_model_name_or_path = source.name
     config.revision = source.init_kwargs.get("revision")
@@ -80,7 +83,7 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
         names = ", ".join(sorted(set(linear.values())))
         raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
     _take_converted(config, model.peft_config["default"])
-    if saved is not None:
+    if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
     notes = [note] if note else []
@@ -103,6 +106,10 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
         embeddings=source.live is not None and has_grown(source) and not new_rows,
         head=kept,
     )
+
+
+def _saved(path: str) -> dict[str, Tensor]:
+    return {name.removeprefix(PREFIX): tensor for name, tensor in adapter_weights(path).items()}
 
 
 def plan_head(
