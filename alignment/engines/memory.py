@@ -54,6 +54,12 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def page_locked(size: float) -> int:
+    """The bytes that a block of page-locked memory takes with the settings of :func:`grow_segments`."""
+    exact = size < 1 or _release() >= _PINNED_SINCE
+    return int(size) if exact else 1 << (int(size) - 1).bit_length()  # a power of two
+
+
 def grow_segments() -> bool:
     """Enable expandable segments in torch's allocator, unless it is already configured; return whether it was changed.
 
@@ -69,7 +75,7 @@ def grow_segments() -> bool:
     linux = sys.platform == "linux" and "microsoft" not in platform.release().lower()
     if not linux or torch.version.cuda is None:
         return False
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    release = _release()
     settings = f"{_EXPANDABLE},{_PINNED}" if release >= _PINNED_SINCE else _EXPANDABLE
     if not torch.cuda.is_initialized():
         os.environ[VARIABLES[0] if release >= (2, 9) else VARIABLES[1]] = settings
@@ -78,3 +84,10 @@ def grow_segments() -> bool:
     else:
         set_allocator_settings(settings)
     return True
+
+
+def _release() -> tuple[int, ...]:
+    """Major and minor version of torch."""
+    import torch
+
+    return tuple(map(int, torch.__version__.split(".")[:2]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from alignment.config.deepspeed_keys import value_at
-from alignment.planning.gpu_terms import page_locked
+from alignment.engines.memory import page_locked
 
 Parts: TypeAlias = Mapping[str, float]
 _FP32, _FP64 = 4, 8

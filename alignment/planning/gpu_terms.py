@@ -38,8 +38,3 @@ def attention_backward(kernel: str, query: Tensor, key: Tensor) -> int:
     if key.shape[1] != heads:
         total += 2 * batch * heads * key.shape[2] * size * query.element_size()
     return total
-
-
-def page_locked(size: float) -> int:
-    """Bytes that a block of page-locked memory takes: torch's allocator rounds up to a power of two."""
-    return 0 if size < 1 else 1 << (int(size) - 1).bit_length()

@@ -8,10 +8,11 @@ from typing import Any
 
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.options_online import OnlineOptions
+from alignment.engines.memory import page_locked
 from alignment.engines.optimizers import step_bytes
 from alignment.planning.activations import Shape
 from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
-from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE, page_locked
+from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE
 from alignment.planning.gradients import GradientPlan, micro_batches
 from alignment.planning.plan import PHASES, Frozen, MemoryPlan, Parts, added, total
 from alignment.planning.planned_run import PlannedRun
