@@ -67,16 +67,17 @@ def _run(arguments: list[str], program: str) -> None:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_ABOUT, flush=True)
     os.environ["DS_ACCELERATOR"] = "cpu"  # do not use a GPU of this machine
-    with planning_for(Machine(given.gpus * given.nodes, cuda=True, reads_weights=False)):
+    card = usable_bytes(given.gpu_memory)
+    with planning_for(Machine(given.gpus * given.nodes, cuda=True, reads_weights=False, card=card)):
         with uncollected():
             options = read_options(arguments, program, use_cpu=True, data=False)
         if options.use_cpu:
             raise OptionError(f"{setting('use_cpu', True)}: plan calculates the memory of GPUs; remove it")
         with old_objects_spared():
-            _print(options, given)
+            _print(options, given, card)
 
 
-def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
+def _print(options: AlignmentConfig, given: argparse.Namespace, card: float) -> None:
     from alignment.models.source import check_positions
     from alignment.planning.plan import NotPlanned
     from alignment.planning.table import GB, as_json
@@ -92,7 +93,7 @@ def _print(options: AlignmentConfig, given: argparse.Namespace) -> None:
         method,
         policy,
         reference if method.needs_reference else None,
-        card=usable_bytes(given.gpu_memory),
+        card=card,
         memory=given.host_memory * GB,
         ranks=given.gpus * given.nodes,
         hosts=given.nodes,

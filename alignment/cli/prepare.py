@@ -15,6 +15,7 @@ from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
 from alignment.engines.start_up import old_objects_spared, uncollected
+from alignment.planning.gpu_terms import usable_bytes
 from alignment.run.ranks import world_size
 
 _ABOUT = """\
@@ -47,7 +48,7 @@ def _run(arguments: list[str], program: str) -> None:
         print(_ABOUT, flush=True)
     on_cpu = glimpse(arguments).use_cpu or os.environ.get(_DEVICE, "").lower() == "cpu"
     os.environ[_DEVICE] = "cpu"  # do not use a GPU of this machine
-    machine = Machine(given.ranks, cuda=not on_cpu, gpu_memory=given.gpu_memory)
+    machine = Machine(given.ranks, cuda=not on_cpu, card=usable_bytes(given.gpu_memory))
     with planning_for(machine):
         with uncollected():
             options = read_options(arguments, program, use_cpu=True)

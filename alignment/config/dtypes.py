@@ -45,7 +45,7 @@ class Machine:
     ranks: int
     cuda: bool  # whether each rank has a GPU, with bf16 support
     reads_weights: bool = True  # whether models must have weights, not only a configuration
-    gpu_memory: float = 24.0  # gigabytes of each GPU
+    card: float | None = None  # bytes of the smallest GPU that a process can use; None: unknown
 
     def __str__(self) -> str:
         device = "one bf16-capable GPU each" if self.cuda else "CPUs"

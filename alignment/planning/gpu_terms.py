@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Share of a card's nominal memory that a process can use: 23.8e9 bytes of "24 GB".
 _USABLE = 23.8 / 24

@@ -91,10 +91,12 @@ class Cards:
 def smallest_card() -> float | None:
     """Return the bytes of the smallest GPU that a process can use; None without GPUs. Collective.
 
-    None also if the run is planned for another machine, whose GPUs are unknown.
+    None also if the run is planned for another machine whose GPUs are unknown.
     """
-    here = device()
-    if here.type != "cuda" or planned() is not None:
+    here, machine = device(), planned()
+    if machine is not None:
+        return machine.card if machine.cuda else None
+    if here.type != "cuda":
         return None
     return -largest_numbers([-float(total_bytes(here))])[0]
 

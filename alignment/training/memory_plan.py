@@ -93,7 +93,7 @@ class RunPlan:
 
     def _changed_engines(self) -> EnginePlan:
         """Plan engines without other ranks, which may be computing: as for another machine with the same GPUs."""
-        with planning_for(Machine(self.ranks, cuda=True, reads_weights=False)):
+        with planning_for(Machine(self.ranks, cuda=True, reads_weights=False, card=self.card)):
             return plan_engines(self.options, self.policy, self.reference, copy.deepcopy(self.peft_config))
 
     @functools.cached_property
@@ -234,7 +234,7 @@ def plan_memory(
         card, memory = smallest_card(), float(psutil.virtual_memory().total)
     else:
         on_gpus = machine.cuda and not options.use_cpu
-        card, memory = usable_bytes(machine.gpu_memory) if on_gpus else None, math.inf
+        card, memory = (machine.card or usable_bytes(24)) if on_gpus else None, math.inf
     if card is None:
         return None
     adapters = models.engines.adapters

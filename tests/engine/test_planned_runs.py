@@ -16,7 +16,7 @@ from support.helpers import make_model, options, train_and_close, unpaired_rows,
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.dtypes import Machine, planning_for
 from alignment.planning import engines, placing
-from alignment.planning.gpu_terms import CONTEXT
+from alignment.planning.gpu_terms import CONTEXT, usable_bytes
 from alignment.planning.plan import Frozen
 from alignment.training import memory_plan
 
@@ -154,7 +154,7 @@ def test_the_longest_sequences_that_fit(model: str, tmp_path: Path, monkeypatch:
 def test_a_dry_run_for_another_machine_prints_the_plan(model: str, tmp_path: Path) -> None:
     from alignment.cli.dry_run import dry_run_lines
 
-    with planning_for(Machine(2, cuda=True, gpu_memory=8)):
+    with planning_for(Machine(2, cuda=True, card=usable_bytes(8))):
         planned = trainer(tmp_path, model, use_cpu=False)
         lines = "\n".join(dry_run_lines(planned))
     assert "GPU memory, GB" in lines and "fits: " in lines and f"{CONTEXT / 1e9:.2f}" in lines
