@@ -18,16 +18,17 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 
 from alignment.internals.torch import fake_tensors
-from alignment.internals.transformers import attending_with, experts_in_any_dtype
+from alignment.internals.transformers import attending_with, chosen_attention, experts_with
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
 from alignment.models.logprobs import only_first_tile
+from alignment.models.packed_attention import flash_attn_varlen_func
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, live_bytes, tagged
-from alignment.planning.stand_in import ATTENTION, SHARED, materialize, stand_in
+from alignment.planning.stand_in import attention_of, grouped_product, materialize, stand_in
 from alignment.run.durable import replace_text
 from alignment.run.ranks import rank
 
@@ -76,7 +77,7 @@ class Counting:
         adapters: the adapters to train, or None.
         dtype: compute dtype.
         kernel: the attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
-        shared: whether the keys of prompts are copied for several sequences.
+        rows: how sequences are laid out, see :data:`~alignment.planning.stand_in.ROWS`.
         checkpointing: arguments of gradient checkpointing.
         dropout: whether dropout is active.
         aux_loss: whether a load-balancing loss is computed.
@@ -90,18 +91,19 @@ class Counting:
         kernel: str,
         *,
         checkpointing: dict[str, Any],
-        shared: bool = False,
+        rows: str = "padded",
         dropout: bool = False,
         aux_loss: bool = False,
     ) -> None:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
-        self._checkpointing, self._shared = checkpointing, shared
+        self._checkpointing, self._rows = checkpointing, rows
         self._dropout, self._aux_loss = dropout, aux_loss
         self._fake = fake_tensors()
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
-                 quantized, adapted, dtype, kernel, shared, checkpointing, dropout, aux_loss)  # fmt: skip
+                 chosen_attention(source.config), flash_attn_varlen_func is None, quantized, adapted, dtype, kernel,
+                 rows, checkpointing, dropout, aux_loss)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 
@@ -162,9 +164,9 @@ class Counting:
                 inputs["attention_mask"] = torch.ones_like(ids)
             with (
                 torch.set_grad_enabled(scorer.training),
-                attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
+                attending_with(scorer.model, attention_of(scorer.model, self._kernel, self._rows)),
                 only_first_tile(),
-                experts_in_any_dtype(),
+                experts_with(grouped_product),
             ):
                 with tagged("head"):
                     output = scorer(inputs, positions, targets, shape.scored, stats)
