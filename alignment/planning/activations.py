@@ -114,7 +114,7 @@ class Counting:
 
         Args:
             shape: the micro-batch.
-            gradients: whether there is a backward pass; without one, both are the same.
+            gradients: whether there is a backward pass; without one, the peaks are those of decoder and head.
             recomputed: whether layers are recomputed in the backward pass.
             stats: whether statistics of the distributions are computed.
             kept: share of the gradients of weights that stay until the end; the others are freed as soon as they are
@@ -196,6 +196,8 @@ def _watched(scorer: Scorer, live: LiveBytes, kept: float) -> Iterator[None]:
         live.keep("gradients", int(kept * size))
 
     hooks = [decoder.register_forward_pre_hook(enter), decoder.register_forward_hook(lambda *_: inside.close())]
+    if not scorer.training:
+        hooks.append(decoder.register_forward_hook(lambda *_: live.begin_last_part()))
     hooks += [layer.register_forward_hook(after_first) for layer in layers[:1]]
     trained = (parameter for parameter in scorer.parameters() if parameter.requires_grad)
     hooks += [parameter.register_post_accumulate_grad_hook(release) for parameter in trained]

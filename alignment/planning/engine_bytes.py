@@ -108,9 +108,8 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         kept = 0.0 if trained.accumulated else 1.0
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
-        # In the dtype of the weights, the gradients of a pass have a buffer that is allocated when it begins, and are
-        # added to the earlier ones when it ends.
-        passes = (1 if trained.accumulated else 0) + (1 if own == c else 0)
+        # In the dtype of the weights, the last pass has a buffer of its own, which is allocated when it begins.
+        passes = int(trained.accumulated is not None) + int(own == c)
         begun = {"gradients": passes * own * share, "buckets": buckets}
         kept, complete = 0.0, begun
     step = {"gradients": own * share, "optimizer step": max(copied * share, norm)}
