@@ -176,7 +176,7 @@ def hush_deprecated_collectives() -> None:
 def storage_key(tensor: Any) -> int:
     """Return a key that is equal for tensors that share memory while it lives, also for tensors without data.
 
-    ``data_ptr()`` is 0 for all fake tensors, and there is no public identity of a storage. Seen with torch 2.13.
+    ``data_ptr()`` is 0 for all meta tensors, and there is no public identity of a storage. Seen with torch 2.13.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -202,13 +202,3 @@ def watching_operations(see: Callable[[Tensor], None]) -> Iterator[None]:
 
     with Watch():
         yield
-
-
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have sizes but no data; it can be entered several times.
-
-    Models on the meta device may be used in it. There is no public way. Seen with torch 2.13.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]

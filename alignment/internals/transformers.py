@@ -125,18 +125,14 @@ def quantized_names(model: Any, names: Iterable[str], config: Any) -> list[str]:
 def experts_with(product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Let mixtures of experts multiply with this function, within this context.
 
-    It gets (S, in) rows that are sorted by expert, (experts, in, out) weights and where each expert's rows end. For
-    tensors without data, torch's function only supports bf16, and the fallback of transformers also allocates what
-    only trained experts need. Seen with torch 2.13 and transformers 5.23.
+    It gets (S, in) rows sorted by expert, (experts, in, out) weights, and where each expert's rows end. Without data,
+    torch's own only supports bf16, and transformers' fallback also allocates what only trained experts need. Seen with
+    torch 2.13 and transformers 5.23.
     """
     from transformers.integrations import moe
 
-    before = moe._grouped_mm
-    try:
-        moe._grouped_mm = product
+    with mock.patch.object(moe, "_grouped_mm", product):
         yield
-    finally:
-        moe._grouped_mm = before
 
 
 def chosen_attention(config: PretrainedConfig) -> str | None:

@@ -17,8 +17,7 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 
-from alignment.internals.torch import fake_tensors
-from alignment.internals.transformers import attending_with, chosen_attention, experts_with
+from alignment.internals.transformers import attending_with, chosen_attention, deciding_on_packing, experts_with
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
@@ -28,12 +27,12 @@ from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, live_bytes, tagged
-from alignment.planning.stand_in import attention_of, grouped_product, materialize, stand_in
+from alignment.planning.stand_in import attention_of, grouped_product, stand_in
 from alignment.run.durable import replace_text
 from alignment.run.ranks import rank
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
-_FORMAT = 3  # to increase with every change of what is counted
+_FORMAT = 4  # to increase with every change of what is counted
 _FOLDER = Path(HF_HOME) / "deepspeed-alignment" / "memory"
 
 
@@ -70,7 +69,7 @@ class Trend:
 
 
 class Counting:
-    """Counts passes of a model on fake tensors. The model is only built if a result is not in the cache on disk.
+    """Counts passes of a model on meta tensors. The model is only built if a result is not in the cache on disk.
 
     Args:
         source: the model, with its quantization.
@@ -98,7 +97,6 @@ class Counting:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
         self._checkpointing, self._rows = checkpointing, rows
         self._dropout, self._aux_loss = dropout, aux_loss
-        self._fake = fake_tensors()
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
@@ -141,8 +139,6 @@ class Counting:
             scorer = stand_in(self._source, self._adapters, self._dtype, layers, aux_loss=self._aux_loss)
             if not self._dropout:
                 disable_dropout(scorer)
-            with self._fake:
-                materialize(scorer)
             if scorer.model.supports_gradient_checkpointing:
                 enable_checkpointing(scorer.model, self._checkpointing)
             if self._checkpointing.get("use_reentrant") and self._adapters is not None:
@@ -152,7 +148,7 @@ class Counting:
 
     def _counted(self, scorer: Scorer, shape: Shape, kept: float, stats: bool) -> tuple[Counter[str], Counter[str]]:
         with (
-            self._fake,
+            torch.device("meta"),
             live_bytes([*scorer.parameters(), *scorer.buffers()]) as live,
             _watched(scorer, live, kept),
         ):
@@ -167,6 +163,7 @@ class Counting:
                 attending_with(scorer.model, attention_of(scorer.model, self._kernel, self._rows)),
                 only_first_tile(),
                 experts_with(grouped_product),
+                deciding_on_packing(lambda *_: None, lambda: True),  # positions have no values
             ):
                 with tagged("head"):
                     output = scorer(inputs, positions, targets, shape.scored, stats)

@@ -43,11 +43,14 @@ class Planner(PlannedRun):
         if micro_batches(self.options) == 1 or not found:
             return None
         try:
-            chosen = found[0]
+            chosen, needed = found[0], {}
             if self.card < math.inf:
-                needed = {one: self._phases(one, tokens).training() for one in found}
-                least = min(found, key=needed.__getitem__)
-                chosen = next((one for one in found if needed[one] <= self.card), least)
+                for chosen in found:
+                    needed[chosen] = self._phases(chosen, tokens).training()
+                    if needed[chosen] <= self.card:
+                        break
+                else:
+                    chosen = min(needed, key=needed.__getitem__)
             return replace(chosen, device_bytes=self._phases(chosen, tokens).engine.gradients)
         except NotPlanned:
             return found[0 if self.card == math.inf else -1]

@@ -43,7 +43,6 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import transformers as internals
 from alignment.internals import transformers_batching as batching
-from alignment.internals.torch import fake_tensors
 from alignment.internals.transformers import loading
 from alignment.models.attention import PackingCheck
 
@@ -566,17 +565,17 @@ def test_experts_compute_in_fp32_without_data() -> None:
         "qwen3_moe", hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
         vocab_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    with fake_tensors():
+    shapes = []
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        shapes.append((*rows.shape, *weight.shape, *offs.shape))
+        return rows @ weight[0]
+
+    with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
         tokens = torch.zeros(1, 8, dtype=torch.long)
         with pytest.raises(RuntimeError, match="BF16"):
             made(tokens)
-        shapes = []
-
-        def product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-            shapes.append((*rows.shape, *weight.shape, *offs.shape))
-            return rows @ weight[0]
-
         with internals.experts_with(product):
             assert made(tokens).logits.shape == (1, 8, 64)
-        assert shapes == [(16, 32, 4, 32, 32, 4), (16, 16, 4, 16, 32, 4)]
+    assert shapes == [(16, 32, 4, 32, 32, 4), (16, 16, 4, 16, 32, 4)]
