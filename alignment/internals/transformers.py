@@ -122,29 +122,34 @@ def quantized_names(model: Any, names: Iterable[str], config: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def experts_in_any_dtype() -> Iterator[None]:
-    """Let mixtures of experts compute on tensors without data in fp32 too, within this context.
+def experts_with(product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Let mixtures of experts multiply with this function, within this context.
 
-    The kernel for groups of rows supports it, but its rule for such tensors only bf16. The implementation that
-    transformers has for devices without the kernel allocates the same. Seen with torch 2.13 and transformers 5.23.
+    It gets (S, in) rows sorted by expert, (experts, in, out) weights, and where each expert's rows end. Without data,
+    torch's own only supports bf16, and transformers' fallback also allocates what only trained experts need. Seen with
+    torch 2.13 and transformers 5.23.
     """
     from transformers.integrations import moe
 
-    before = moe._can_use_grouped_mm
-    try:
-        moe._can_use_grouped_mm = lambda *_: False
+    with mock.patch.object(moe, "_grouped_mm", product):
         yield
-    finally:
-        moe._can_use_grouped_mm = before
+
+
+def chosen_attention(config: PretrainedConfig) -> str | None:
+    """The attention that a model was loaded with, or that was requested, by its configuration; None if neither.
+
+    There is no public attribute, and ``to_dict`` leaves it out. Seen with transformers 5.23.
+    """
+    return config.get_text_config()._attn_implementation  # type: ignore[no-any-return]
 
 
 def requested_attention(model: PreTrainedModel) -> str | None:
     """The attention that a model was loaded with by request, if it is none of the fast ones; else None.
 
     A model for which transformers has no SDPA is loaded with eager attention without a request. There is no public
-    attribute for either. Seen with transformers 5.23.
+    attribute for it. Seen with transformers 5.23.
     """
-    used = model.config.get_text_config()._attn_implementation
+    used = chosen_attention(model.config)
     fast = used is None or used == "sdpa" or used.startswith("flash_attention")
     return None if fast or (used == "eager" and not model._supports_sdpa) else used
 

@@ -17,16 +17,17 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 
-from alignment.internals.transformers import attending_with, experts_in_any_dtype
+from alignment.internals.transformers import attending_with, chosen_attention, deciding_on_packing, experts_with
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
 from alignment.models.logprobs import only_first_tile
+from alignment.models.packed_attention import flash_attn_varlen_func
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
 from alignment.planning.live import LiveBytes, live_bytes, tagged
-from alignment.planning.stand_in import ATTENTION, SHARED, stand_in
+from alignment.planning.stand_in import attention_of, grouped_product, stand_in
 from alignment.run.durable import replace_text
 from alignment.run.ranks import rank
 
@@ -75,7 +76,7 @@ class Counting:
         adapters: the adapters to train, or None.
         dtype: compute dtype.
         kernel: the attention kernel, see :data:`~alignment.planning.stand_in.KERNELS`.
-        shared: whether the keys of prompts are copied for several sequences.
+        rows: how sequences are laid out, see :data:`~alignment.planning.stand_in.ROWS`.
         checkpointing: arguments of gradient checkpointing.
         dropout: whether dropout is active.
         aux_loss: whether a load-balancing loss is computed.
@@ -89,17 +90,18 @@ class Counting:
         kernel: str,
         *,
         checkpointing: dict[str, Any],
-        shared: bool = False,
+        rows: str = "padded",
         dropout: bool = False,
         aux_loss: bool = False,
     ) -> None:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
-        self._checkpointing, self._shared = checkpointing, shared
+        self._checkpointing, self._rows = checkpointing, rows
         self._dropout, self._aux_loss = dropout, aux_loss
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
-                 quantized, adapted, dtype, kernel, shared, checkpointing, dropout, aux_loss)  # fmt: skip
+                 chosen_attention(source.config), flash_attn_varlen_func is None, quantized, adapted, dtype, kernel,
+                 rows, checkpointing, dropout, aux_loss)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 
@@ -110,7 +112,7 @@ class Counting:
 
         Args:
             shape: the micro-batch.
-            gradients: whether there is a backward pass; without one, both are the same.
+            gradients: whether there is a backward pass; without one, the peaks are those of decoder and head.
             recomputed: whether layers are recomputed in the backward pass.
             stats: whether statistics of the distributions are computed.
             kept: share of the gradients of weights that stay until the end; the others are freed as soon as they are
@@ -158,9 +160,10 @@ class Counting:
                 inputs["attention_mask"] = torch.ones_like(ids)
             with (
                 torch.set_grad_enabled(scorer.training),
-                attending_with(scorer.model, ATTENTION + self._kernel + (SHARED if self._shared else "")),
+                attending_with(scorer.model, attention_of(scorer.model, self._kernel, self._rows)),
                 only_first_tile(),
-                experts_in_any_dtype(),
+                experts_with(grouped_product),
+                deciding_on_packing(lambda *_: None, lambda: True),  # positions have no values
             ):
                 with tagged("head"):
                     output = scorer(inputs, positions, targets, shape.scored, stats)
@@ -190,6 +193,8 @@ def _watched(scorer: Scorer, live: LiveBytes, kept: float) -> Iterator[None]:
         live.keep("gradients", int(kept * size))
 
     hooks = [decoder.register_forward_pre_hook(enter), decoder.register_forward_hook(lambda *_: inside.close())]
+    if not scorer.training:
+        hooks.append(decoder.register_forward_hook(lambda *_: live.begin_last_part()))
     hooks += [layer.register_forward_hook(after_first) for layer in layers[:1]]
     trained = (parameter for parameter in scorer.parameters() if parameter.requires_grad)
     hooks += [parameter.register_post_accumulate_grad_hook(release) for parameter in trained]

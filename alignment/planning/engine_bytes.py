@@ -78,7 +78,7 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
     share = n if stage == 0 else n / ranks
     own = trained.accumulated or c
     copied = 0 if own != c or trained.master != _FP32 else c + (_FP32 if c != _FP32 else 0)
-    bucket = min(n, int(value_at(config, "zero_optimization.reduce_bucket_size") or n)) * c
+    bucket = int(value_at(config, "zero_optimization.reduce_bucket_size") or n) * c
     states: dict[str, float] = {"optimizer states": trained.states * share}
     if stage > 0 or c != _FP32:
         states["master weights"] = trained.master * share
@@ -108,11 +108,10 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         kept = 0.0 if trained.accumulated else 1.0
     else:
         buckets = bucket * (2 if zero.get("overlap_comm") else 1)
-        begun = {"gradients": own * share if trained.accumulated else 0, "buckets": buckets}
-        # In the dtype of the weights, the gradients of a pass are added to the earlier ones when it ends.
-        kept = 1 / ranks if own == c else 0.0
-        twice = 2 if trained.accumulated and own == c else 1
-        complete = {"gradients": twice * own * share, "buckets": buckets}
+        # In the dtype of the weights, the last pass has a buffer of its own, which is allocated when it begins.
+        passes = int(trained.accumulated is not None) + int(own == c)
+        begun = {"gradients": passes * own * share, "buckets": buckets}
+        kept, complete = 0.0, begun
     step = {"gradients": own * share, "optimizer step": max(copied * share, norm)}
     return EngineBytes(states, begun, kept, complete, step, {})
 

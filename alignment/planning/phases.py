@@ -19,6 +19,7 @@ from alignment.planning.planned_run import PlannedRun
 from alignment.planning.weights import Weights
 from alignment.references.adapter import AdapterReferencePlan
 
+_LIVE = 10**9  # DeepSpeed's default for stage3_max_live_parameters
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -80,9 +81,8 @@ class Phases:
     @functools.cached_property
     def _evaluated(self) -> Shape:
         options = self.run.options
-        return self._shape(
-            options.per_device_eval_batch_size or options.per_device_train_batch_size, self.run.sequences
-        )
+        rows = options.per_device_eval_batch_size or options.per_device_train_batch_size
+        return self._shape(rows, self.run.sequences)
 
     # Engines --------------------------------------------------------------------------------------------------------
 
@@ -128,20 +128,19 @@ class Phases:
             return self.weights.parts()
         return {} if self._offloaded else self.weights.parts(1 / self.run.ranks)
 
-    def _gathered(self, weights: Weights, *, offloaded: bool, ahead: int) -> Parts:
-        """Weights that ZeRO-3 gathers at the same time: those of a layer, and ``ahead`` that are fetched before."""
+    def _gathered(self, weights: Weights, *, offloaded: bool, most: int = 0) -> Parts:
+        """Weights that ZeRO-3 gathers at the same time: a layer, or ``most`` of all layers and the widest weight."""
         if self.run.ranks == 1 and not offloaded:
             return {}
-        each = weights.base / weights.numel
-        return {"gathered layers": each * min(weights.numel, max(weights.layer, weights.widest) + ahead)}
+        numel = max(weights.layer, min(most, weights.layer * weights.layers) + weights.widest)
+        return {"gathered layers": weights.base * min(1, numel / weights.numel)}
 
-    @functools.cached_property
-    def _live(self) -> Parts:
-        """Weights of the policy that are gathered at the same time."""
+    def _live(self, ahead: bool = True) -> Parts:
+        """Weights of the policy that are gathered at the same time, by default with those that are fetched ahead."""
         if self._stage < 3:
             return {}
-        ahead = int(value_at(self._config, "zero_optimization.stage3_prefetch_bucket_size") or 0)
-        return self._gathered(self.weights, offloaded=self._offloaded, ahead=ahead)
+        most = int(value_at(self._config, "zero_optimization.stage3_max_live_parameters") or _LIVE) if ahead else 0
+        return self._gathered(self.weights, offloaded=self._offloaded, most=most)
 
     @functools.cached_property
     def _others(self) -> Parts:
@@ -181,9 +180,13 @@ class Phases:
             # The first k layers only keep their inputs.
             moments.append(added(plain.of(layers - k), {"layers": sum(first.each.values()) * k if k else 0}))
             moments += [] if k else [last.of(layers)]
+        # DeepSpeed fetches ahead from the third of equal passes in a row.
+        alternating = self.run.referenced > self.run.sequences or isinstance(self.run.options, OnlineOptions)
+        alternating |= isinstance(self.run.engines.reference, AdapterReferencePlan)
+        live = self._live(ahead=not alternating or micro_batches(self.run.options) > 2)
         return max(
-            *(added(self._always, self.engine.begun, self._live, moment) for moment in moments),
-            added(self._always, self.engine.complete, self._live),
+            *(added(self._always, self.engine.begun, live, moment) for moment in moments),
+            added(self._always, self.engine.complete, live),
             key=total,
         )
 
@@ -197,8 +200,10 @@ class Phases:
 
     def _scoring(self, shape: Shape, stats: bool = True) -> Parts:
         """A pass of the policy without gradients."""
-        trend, _ = self.run.activations(self.run.engines.source, shape, gradients=False, stats=stats)
-        return added(self._always, self._live, trend.of(self.weights.layers))
+        peaks = self.run.activations(self.run.engines.source, shape, gradients=False, stats=stats)
+        decoder, head = (trend.of(self.weights.layers) for trend in peaks)
+        moments = added(self._live(), decoder), added(self._live(ahead=False), head)
+        return added(self._always, max(moments, key=total))
 
     def _frozen(self, model: Frozen) -> Parts:
         """A pass of a reference or a reward model."""
@@ -206,11 +211,12 @@ class Phases:
         shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
-        trend, _ = self.run.activations(model.source, shape, gradients=False, stats=False)
+        peaks = self.run.activations(model.source, shape, gradients=False, stats=False)
+        peak = max((trend.of(weights.layers) for trend in peaks), key=total)
         held, live = added(self._placed(model)) if model.alone else self._always, Parts()
         if model.placement != "replica":
-            live = self._gathered(weights, offloaded=model.placement == "offload", ahead=0)
-        return added(held, live, trend.of(weights.layers))
+            live = self._gathered(weights, offloaded=model.placement == "offload")
+        return added(held, live, peak)
 
     def _rollout(self) -> Parts:
         from alignment.rollout.memory import completion_bytes  # imports generation, which other methods do not need
@@ -219,8 +225,9 @@ class Phases:
         assert isinstance(options, OnlineOptions)
         config, rows = self.run.engines.source.config, options.rollout_batch_size or 2
         whole = self._stage == 3 and options.ds3_gather_for_generation is not False
-        gathered = {"gathered layers": float(self.weights.base)} if whole else self._live
-        cache = rows * completion_bytes(config, self.run.engines.compute.itemsize, options.max_length)
+        gathered = {"gathered layers": float(self.weights.base)} if whole else self._live()
+        lengths = {"context": options.max_length, "prompt": options.max_prompt_length}
+        cache = rows * completion_bytes(config, self.run.engines.compute.itemsize, **lengths)
         return added(self._always, gathered, {"KV cache": cache})
 
     def _host(self, phase: str) -> Parts:

@@ -14,6 +14,7 @@ from alignment.config.errors import first_line
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.models.adapters.record import Adapters
+from alignment.models.packed_attention import configured_refusal
 from alignment.models.source import ModelSource
 from alignment.planning.activations import Counting, Shape, Trend
 from alignment.planning.plan import Frozen, NotPlanned
@@ -109,10 +110,11 @@ class PlannedRun:
             why = f"{source.name} cannot be computed on tensors without values: {first_line(error)}"
             raise NotPlanned(why) from error
 
-    @property
-    def _shares(self) -> bool:
-        """Whether sequences of a row share their prompt."""
-        return self.options.pack != "false" and self.sequences > 1 and not self.aux_loss
+    def _rows(self, source: ModelSource) -> str:
+        """Return how the sequences of a model are laid out, see :class:`Counting`."""
+        if self.options.pack == "false" or configured_refusal(source.config) is not None:
+            return "padded"
+        return "shared" if source is self.engines.source and self.sequences > 1 and not self.aux_loss else "packed"
 
     def weights_of(self, source: ModelSource) -> Weights | None:
         """Return the weights of a frozen model."""
@@ -131,7 +133,7 @@ class PlannedRun:
                 self.engines.compute,
                 self.kernel,
                 checkpointing=arguments,
-                shared=policy and self._shares,
+                rows=self._rows(source),
                 dropout=not options.disable_dropout,
                 aux_loss=self.aux_loss and policy,
             )

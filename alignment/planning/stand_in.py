@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
-from alignment.internals.transformers import replace_by_4bit
+from alignment.data.layout import Group, Layout
+from alignment.internals.transformers import chosen_attention, replace_by_4bit, requested_attention
 from alignment.models.adapters.injection import settle
 from alignment.models.adapters.record import Adapters, with_initialization
+from alignment.models.packed_attention import flash_attn_varlen_func, packed_attention
 from alignment.models.quantization import Quantization
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
@@ -27,8 +29,8 @@ from alignment.planning.gpu_terms import attention_backward
 from alignment.planning.live import tagged
 
 KERNELS = ("flash", "efficient", "math", "cpu")
-SHARED = "_shared"  # suffix of functions that copy the keys of prompts, for several sequences of a packed row
-ATTENTION = "memory_plan_"  # with the name of a kernel: a function that is registered with transformers
+ROWS = ("padded", "packed", "shared")  # packed without and with prompts that sequences share, whose keys are copied
+_NAME = "memory_plan_"  # with kernel and rows: a function that is registered with transformers
 
 
 def stand_in(
@@ -125,6 +127,11 @@ def _replace_packed(model: nn.Module, quantization: Quantization, dtype: torch.d
             model.set_submodule(name, PackedLinear(module, quantization, dtype))
 
 
+def grouped_product(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """(S, in), (experts, in, out), (experts,) -> (S, out): allocates like torch's ``grouped_mm``."""
+    return nn.functional.linear(rows, weight.mT[0])
+
+
 class _Attention(torch.autograd.Function):
     """Allocates like a fused attention kernel: the output and one fp32 value per token and head."""
 
@@ -146,7 +153,7 @@ class _Attention(torch.autograd.Function):
 
 def _attend(
     kernel: str,
-    shared: bool,
+    rows: str,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -156,8 +163,14 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: (B, heads, T, d) -> (B, T, heads, d)."""
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention with a soft cap or with sinks is not planned yet")
+    sinks, capped, shared = kwargs.get("s_aux") is not None, kwargs.get("softcap") is not None, rows == "shared"
+    if rows != "padded" and (sinks or (capped and flash_attn_varlen_func is None)):  # no kernel: see packed_attention
+        batch, _, tokens, _ = query.shape
+        query, key, value = (each.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for each in (query, key, value))
+        lengths = [tokens] + [tokens + shared] * (batch - 1)  # with a prefix of one token, as many as there are
+        layout = Layout.of(lengths, [Group(tuple(range(batch)), 1)] if shared else [])
+        found, _ = packed_attention(module, query, key, value, None, layout=layout, scaling=scaling, **kwargs)
+        return found.view(batch, tokens, *found.shape[2:]), None
     if shared:
         key, value = key.clone(), value.clone()
     groups = query.shape[1] // key.shape[1]
@@ -171,6 +184,12 @@ def _attend(
     return output.transpose(1, 2).contiguous(), None
 
 
+def attention_of(model: PreTrainedModel, kernel: str, rows: str) -> str:
+    """Return the attention that allocates as a run's: eager if requested or, for padded rows, if there is no other."""
+    used = chosen_attention(model.config) if rows == "padded" else requested_attention(model)
+    return "eager" if used == "eager" else f"{_NAME}{kernel}_{rows}"
+
+
 for _kernel in KERNELS:
-    for _name, _shared in (("", False), (SHARED, True)):
-        AttentionInterface.register(ATTENTION + _kernel + _name, functools.partial(_attend, _kernel, _shared))
+    for _rows in ROWS:
+        AttentionInterface.register(f"{_NAME}{_kernel}_{_rows}", functools.partial(_attend, _kernel, _rows))

@@ -79,16 +79,16 @@ def pages(tokens: int, page: int) -> int:
     return math.ceil(tokens / page) + 1
 
 
-def completion_bytes(config: PretrainedConfig, itemsize: int, context: int, page: int = 1) -> int:
+def completion_bytes(config: PretrainedConfig, itemsize: int, context: int, page: int = 1, prompt: int = 0) -> int:
     """Memory of one completion during generation by a model with ``itemsize`` bytes per element.
 
-    See :func:`measure_room`.
+    See :func:`measure_room`. Prompts have at most ``prompt`` tokens, by default as many as a context.
     """
     config = config.get_text_config()
     layers = layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
     cache = kept * sum(map(_cached, layers))
-    activations = context * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
+    activations = (prompt or context) * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
     return (cache + activations) * itemsize + _VOCABULARY_VECTORS * config.vocab_size * 4
 
 

@@ -545,15 +545,37 @@ def test_the_layers_that_loading_quantizes(tmp_path: Path) -> None:
     assert {name for name, module in bare.named_modules() if type(module).__name__ == "Linear4bit"} == expected
 
 
+def test_a_configuration_tells_which_attention_was_chosen() -> None:
+    asked = tiny_config("tied")
+    asked._attn_implementation = "eager"
+    assert "eager" not in str(asked.to_dict())
+    for given, expected in (
+        (tiny_config("tied"), (None, "sdpa", None)),
+        (asked, ("eager", "eager", "eager")),
+        (AutoConfig.for_model("gemma2"), (None, "eager", None)),
+    ):
+        before = internals.chosen_attention(given)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(given)
+        assert (before, internals.chosen_attention(model.config), internals.requested_attention(model)) == expected
+
+
 def test_experts_compute_in_fp32_without_data() -> None:
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
         vocab_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
+    shapes = []
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        shapes.append((*rows.shape, *weight.shape, *offs.shape))
+        return rows @ weight[0]
+
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
         tokens = torch.zeros(1, 8, dtype=torch.long)
         with pytest.raises(RuntimeError, match="BF16"):
             made(tokens)
-        with internals.experts_in_any_dtype():
+        with internals.experts_with(product):
             assert made(tokens).logits.shape == (1, 8, 64)
+    assert shapes == [(16, 32, 4, 32, 32, 4), (16, 16, 4, 16, 32, 4)]

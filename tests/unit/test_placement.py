@@ -28,6 +28,7 @@ from tools.architectures.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 OFFLOAD = zero(3, optimizer=True, parameters=True)
+OFFLOAD["zero_optimization"]["stage3_max_live_parameters"] = 10**7
 
 
 def source(hidden: int, layers: int, inner: int, vocabulary: int, groups: int = 4, **more: Any) -> ModelSource:
@@ -95,8 +96,9 @@ def test_a_model_is_placed_where_the_plan_of_the_run_fits(ranks: int, otherwise:
 
 def test_the_peak_while_a_policy_is_loaded_counts() -> None:
     """Quantized weights are not partitioned while they are read; the others are."""
+    sharded = {"zero_optimization": zero(3)["zero_optimization"] | {"stage3_max_live_parameters": 10**7}}
     adapters = {"load_in_4bit": True, "use_peft": True, "max_length": 64, "per_device_train_batch_size": 1}
-    args = alignment.CPOConfig("out", bf16=True, use_cpu=True, deepspeed=zero(3), **adapters)
+    args = alignment.CPOConfig("out", bf16=True, use_cpu=True, deepspeed=sharded, **adapters)
     plan = Planner(args, engines.plan_engines(args, WIDE, None), 8, card=0)
     peaks = {phase: plan.plan().peak(phase, reserve=True) for phase in plan.plan().gpu}
     assert peaks["load"] > 1.05 * max(size for phase, size in peaks.items() if phase != "load")
