@@ -32,7 +32,7 @@ from alignment.run.durable import replace_text
 from alignment.run.ranks import rank
 
 _FEW, _MANY = 2, 4  # layers of the stand-ins
-_FORMAT = 4  # to increase with every change of what is counted
+_FORMAT = 5  # to increase with every change of what is counted
 _FOLDER = Path(HF_HOME) / "deepspeed-alignment" / "memory"
 
 

@@ -226,7 +226,7 @@ class Phases:
         config, rows = self.run.engines.source.config, options.rollout_batch_size or 2
         whole = self._stage == 3 and options.ds3_gather_for_generation is not False
         gathered = {"gathered layers": float(self.weights.base)} if whole else self._live()
-        lengths = {"context": options.max_length, "prompt": options.max_prompt_length}
+        lengths = {"context": self.tokens, "prompt": max(1, self.tokens - options.max_new_tokens)}
         cache = rows * completion_bytes(config, self.run.engines.compute.itemsize, **lengths)
         return added(self._always, gathered, {"KV cache": cache})
 
