@@ -51,8 +51,14 @@ class ScheduleState:
         return {name: _encoded(value) for name, value in self.scheduler.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state."""
-        self.scheduler.load_state_dict({name: _decoded(value) for name, value in state.items()})
+        """Restore a state. Values by group that are all equal fit any number of groups."""
+        groups, before = len(self.scheduler.optimizer.param_groups), len(state.get("_last_lr", ()))
+
+        def fitted(value: Any) -> Any:
+            by_group = isinstance(value, list) and len(value) == before != groups
+            return value[:1] * groups if by_group and all(one == value[0] for one in value) else value
+
+        self.scheduler.load_state_dict({name: fitted(_decoded(value)) for name, value in state.items()})
 
 
 def _encoded(value: Any) -> Any:

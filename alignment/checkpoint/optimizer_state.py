@@ -66,13 +66,14 @@ def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
 
 
 def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Restore settings from :func:`group_settings`; raise CheckpointError if the number of groups differs."""
+    """Restore settings from :func:`group_settings`, also if the groups are split otherwise, with the same decays.
+
+    Raises:
+        CheckpointError: the number of groups differs, and not only because they are split otherwise.
+    """
     groups = inner_optimizer(policy.engine).param_groups
     if len(groups) != len(settings):
-        raise CheckpointError(
-            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; resume with "
-            "the same model and optimizer"
-        )
+        settings = _split_alike(groups, settings)
     for group, saved in zip(groups, settings, strict=True):
         for name, value in saved.items():
             current = group.get(name)
@@ -80,6 +81,20 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
                 current.fill_(value)
             else:
                 group[name] = tuple(value) if isinstance(current, tuple) else value
+
+
+def _split_alike(
+    groups: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the saved settings of each group: those with its weight decay, if they do not contradict each other."""
+    found = {one.get("weight_decay"): one for one in settings}
+    decays = {group.get("weight_decay") for group in groups}
+    if decays != set(found) or any(one != found[one.get("weight_decay")] for one in settings):
+        raise CheckpointError(
+            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; resume with "
+            "the same model and optimizer"
+        )
+    return [found[group.get("weight_decay")] for group in groups]
 
 
 def write_fragments(policy: PolicyEngine, folder: Path, exported: Collection[str] = ()) -> dict[str, FileRecord]:

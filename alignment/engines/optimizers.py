@@ -36,7 +36,7 @@ _MOST_32_BITS = 2**31 - 1
 _SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as in transformers
 _BLOCK = 256  # number of 8-bit values that share one 32-bit scale
 _SMALL = 4096  # tensors with fewer elements have 32-bit states in an 8-bit optimizer
-_PADDING = 2**20  # maximum number of elements by which ZeRO pads a group
+GROUP = 50_000_000  # elements: ZeRO-1 and 2 copy the gradients of one group at a time, and twice, while they step
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -173,9 +173,9 @@ def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]
 def parameter_groups(
     model: nn.Module, weight_decay: float, most: float = math.inf, *, all_decayed: bool = False
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: with weight decay, and biases and norms, without unless ``all_decayed``.
+    """Trainable parameters with weight decay, then biases and norms, without unless ``all_decayed``.
 
-    Groups with more than ``most`` elements are split, identically at every ZeRO stage.
+    Both are split into groups of at most ``most`` elements, or one larger parameter, identically at every ZeRO stage.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
     groups: list[dict[str, Any]] = []
@@ -208,8 +208,11 @@ def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
         )
 
 
-def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
+def build_optimizer(model: nn.Module, options: AlignmentConfig, *, offloaded: bool = False) -> Optimizer:
     """Build the optimizer that ``optim`` selects for the trainable parameters of ``model``.
+
+    Groups whose states are ``offloaded`` to host memory are not split: each has page-locked blocks of its own, which
+    are rounded up to powers of two, and its gradients are in host memory.
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not accept, or nothing is trainable.
@@ -218,11 +221,12 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     if "weight_decay" in extra:  # the groups have their own values, so this one would have no effect
         raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
     kind, _ = optimizer_kind(options)
-    most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else math.inf
+    blockwise = kind.home[0].startswith("bitsandbytes")
+    most = math.inf if offloaded and not blockwise else GROUP
     groups = parameter_groups(model, options.weight_decay, most, all_decayed=has_optimizer(options.deepspeed))
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
-    if most < math.inf and "amsgrad" in extra:
+    if blockwise and "amsgrad" in extra:
         raise OptionError(f"optim_args: {options.optim_args!r}: {options.optim} ignores amsgrad; remove it")
     own: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
     own = {name: value for name, value in own.items() if name in kind.reads}

@@ -24,6 +24,7 @@ class Trained:
     Attributes:
         numel: number of trained parameters.
         widest: number of elements of the largest of them, of which a sub-group of ZeRO-3 has at least one.
+        group: number of elements of the largest parameter group.
         itemsize: bytes per element in the compute dtype.
         states: bytes of optimizer states per parameter.
         master: bytes per element of master weights.
@@ -33,6 +34,7 @@ class Trained:
 
     numel: int
     widest: int
+    group: int
     itemsize: int
     states: float
     master: int = _FP32
@@ -94,7 +96,7 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         return EngineBytes(states, begun, 0.0 if trained.accumulated else 1.0, complete, step, {})
     norm = _FP64 * min(share, trained.widest / (ranks if stage == 3 else 1))  # of one gradient at a time
     if stage == 3:
-        group = min(share, max(int(zero.get("sub_group_size") or share), trained.widest))
+        group = min(trained.group / ranks, max(int(zero.get("sub_group_size") or share), trained.widest))
         resident = states | {"gradients": own * share, "buckets": bucket}
         step = {"optimizer step": max((_FP32 if own != c or c == _FP32 else _FP32 + c) * group, norm)}
         return EngineBytes(resident, {}, 0.0, {}, step, {})
@@ -112,7 +114,7 @@ def engine_bytes(config: dict[str, Any], trained: Trained, ranks: int) -> Engine
         passes = int(trained.accumulated is not None) + int(own == c)
         begun = {"gradients": passes * own * share, "buckets": buckets}
         kept, complete = 0.0, begun
-    step = {"gradients": own * share, "optimizer step": max(copied * share, norm)}
+    step = {"gradients": own * share, "optimizer step": max(copied * trained.group / ranks, norm)}
     return EngineBytes(states, begun, kept, complete, step, {})
 
 

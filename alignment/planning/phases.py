@@ -9,7 +9,7 @@ from typing import Any
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import page_locked
-from alignment.engines.optimizers import step_bytes
+from alignment.engines.optimizers import GROUP, step_bytes
 from alignment.planning.activations import Shape
 from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
 from alignment.planning.gpu_terms import CONTEXT, HOST_PROCESS, NCCL, RESERVE
@@ -108,6 +108,7 @@ class Phases:
         trained = Trained(
             numel=self.weights.trained,
             widest=self.weights.widest if self.run.engines.adapters is None else 0,
+            group=min(self.weights.trained, max(GROUP, self.weights.widest)),
             itemsize=self.run.engines.compute.itemsize,
             states=step_bytes(options),
             master=_BYTES[dtypes.master],

@@ -15,6 +15,7 @@ from transformers import enable_full_determinism, set_seed
 from alignment.checkpoint import saving
 from alignment.checkpoint.engine_state import EngineState, ScheduleState
 from alignment.checkpoint.frozen import FrozenTensors
+from alignment.config.deepspeed_keys import value_at
 from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
@@ -69,7 +70,8 @@ def build_engine(
         if scorer.one_pass and not all(parameter.requires_grad for parameter in scorer.parameters()):
             # Reentrant checkpointing only computes gradients if an input of the checkpoint requires one.
             scorer.model.enable_input_require_grads()
-    optimizer = optimizers[0] or build_optimizer(scorer, options)
+    offloaded = value_at(ds_config, "zero_optimization.offload_optimizer.device") == "cpu"
+    optimizer = optimizers[0] or build_optimizer(scorer, options, offloaded=offloaded)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
     policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler, reduce_once), task, options.pack)
     check_counts(inner_optimizer(policy.engine), state_units(policy.engine))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from support.fragment_runs import (
     differences,
     engine,
     everything,
+    masters,
     restore,
     save,
     train,
@@ -25,7 +29,11 @@ from alignment.checkpoint.fragments import fragment_file
 from alignment.checkpoint.optimizer_state import read_fragments, restore_group_settings, trained_names
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
+from alignment.engines import optimizers
+from alignment.engines.optimizers import GROUP
+from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
+from alignment.planning.live import live_bytes
 from benchmarks import checkpoint as benchmark
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -134,6 +142,39 @@ def test_parameters_without_gradients_have_zero_states(tmp_path: Path) -> None:
             part = moments[piece.offset : piece.offset + piece.numel]
             assert bool(part.any()) == (names[piece.parameter] != name)
     policy.close()
+
+
+def peak_of(step: Callable[[], float], policy: PolicyEngine) -> int:
+    """Return the largest number of bytes that an optimizer step needs beyond what exists before it."""
+    states = inner_optimizer(policy.engine).state
+    known = [*policy.scorer.parameters(), *states, *(one for state in states.values() for one in state.values())]
+    gradients = policy.engine.optimizer.averaged_gradients.values()
+    with live_bytes([*known, *(gradient for group in gradients for gradient in group)]) as live:
+        step()
+    return live.peak
+
+
+def test_groups_are_split_so_that_a_step_takes_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The updates are those of two groups, and each of both resumes what the other has saved."""
+    case, found = Case.of("stage2/bf16/adamw_torch"), []
+    for first, then in ((GROUP, 2000), (2000, GROUP)):
+        monkeypatch.setattr(optimizers, "GROUP", first)
+        policy = engine(case, tmp_path)
+        train(policy, 0, 2)
+        beside = save(policy, tmp_path)
+        with mock.patch.object(policy, "step", functools.partial(peak_of, policy.step, policy)):
+            peak = train(policy, 2, 1)
+        found.append((len(inner_optimizer(policy.engine).param_groups), *peak, masters(policy)))
+        policy.close()
+        monkeypatch.setattr(optimizers, "GROUP", then)
+        policy = engine(case, tmp_path, seed=1)
+        restore(policy, tmp_path, beside)
+        train(policy, 2, 1)
+        for name, value in masters(policy).items():
+            torch.testing.assert_close(value, found[-1][-1][name], rtol=1e-6, atol=1e-7)
+        policy.close()
+    assert [groups for groups, *_ in found] == [2, 12]
+    assert found[1][1] <= 6 * 2000 < 0.2 * found[0][1]  # bf16 and fp32 copies of the gradients of a group
 
 
 @pytest.mark.ci

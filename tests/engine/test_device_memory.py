@@ -278,19 +278,20 @@ def test_the_groups_of_an_engine_wait_as_long_as_the_default_one() -> None:
     set_timeout_of_new_groups(timedelta(hours=6))
 
 
-def test_groups_that_an_8_bit_optimizer_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_groups_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(5)])
     weights = [layer.weight for layer in layers]
     assert [group["params"] for group in parameter_groups(layers, 0.1)] == [weights, [one.bias for one in layers]]
-    monkeypatch.setattr(optimizers, "_MOST_32_BITS", 130)
-    monkeypatch.setattr(optimizers, "_PADDING", 2)
+    monkeypatch.setattr(optimizers, "GROUP", 128)
     for optim in KINDS.keys() - {"deepspeed_cpu_adam", "deepspeed_fused_adam"}:
-        made = optimizers.build_optimizer(layers, CPOConfig(output_dir="out", optim=optim, weight_decay=0.1))
-        sizes = [sum(one.numel() for one in group["params"]) for group in made.param_groups]
-        assert sizes == ([128, 128, 64, 40] if KINDS[optim].home[0] == "bitsandbytes.optim" else [320, 40]), optim
-        assert [id(one) for group in made.param_groups for one in group["params"] if one.ndim == 2] == [
-            *map(id, weights)
-        ]
+        for offloaded in (False, True):
+            args = CPOConfig(output_dir="out", optim=optim, weight_decay=0.1)
+            made = optimizers.build_optimizer(layers, args, offloaded=offloaded)
+            sizes = [sum(one.numel() for one in group["params"]) for group in made.param_groups]
+            whole = offloaded and KINDS[optim].home[0] != "bitsandbytes.optim"
+            assert sizes == ([320, 40] if whole else [128, 128, 64, 40]), optim
+            found = [id(one) for group in made.param_groups for one in group["params"] if one.ndim == 2]
+            assert found == [*map(id, weights)]
     assert [len(group["params"]) for group in parameter_groups(layers, 0.1, 63)] == [*[1] * 5, 5]
 
 

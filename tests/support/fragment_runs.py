@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alignment import CPOConfig
+from alignment.checkpoint.engine_state import ScheduleState
 from alignment.checkpoint.fragments import ExportedTensor
 from alignment.checkpoint.optimizer_state import (
     group_settings,
@@ -138,7 +139,7 @@ def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
 
 
 def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> PolicyEngine:
-    """Create a training engine with two parameter groups, one with weight decay, and an increasing learning rate."""
+    """Create a training engine whose parameters decay or not, with an increasing learning rate."""
     options, ds_config, dtype = config(case, out)
     scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
     library, _, name = case.optim.rpartition(".")
@@ -146,7 +147,6 @@ def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> P
         optimizer = getattr(torch.optim, name)(parameter_groups(scorer, 0.1), lr=3e-3)
     else:
         optimizer = build_optimizer(scorer, options)
-    assert len(optimizer.param_groups) == 2
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
     return PolicyEngine(scorer, ds_config, optimizer, schedule, reduce_once)
 
@@ -181,7 +181,7 @@ def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: boo
         "groups": group_settings(policy),
         "scale": loss_scale_state(policy.engine),
         "counters": counters(policy.engine),
-        "schedule": policy.scheduler.state_dict(),
+        "schedule": ScheduleState(policy.scheduler).state_dict(),
         "exported": {name: tuple(place) for name, place in places.items()},
     }
 
@@ -202,7 +202,7 @@ def restore(policy: PolicyEngine, folder: Path, beside: dict[str, Any]) -> None:
     restore_group_settings(policy, beside["groups"])
     set_loss_scale_state(policy.engine, beside["scale"])
     set_counters(policy.engine, beside["counters"])
-    policy.scheduler.load_state_dict(beside["schedule"])
+    ScheduleState(policy.scheduler).load_state_dict(beside["schedule"])
 
 
 def everything(policy: PolicyEngine) -> dict[str, Tensor]:
