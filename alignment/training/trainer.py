@@ -54,6 +54,7 @@ from alignment.training.arguments import (
     with_arguments,
 )
 from alignment.training.callbacks import Events, check_before_loading, check_callbacks, check_reporting
+from alignment.training.checkpointing import check_offloading
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
@@ -210,6 +211,7 @@ class AlignmentTrainer(TrainerSurface):
             self.resources.check_data(each)
         check_evaluation(self.args, self.metrics, data.eval)
         place_for(self.args, self.method, self.planned, [each.table for each in data.sets])
+        check_offloading(self.args, self.planned.engines, data)
         return data
 
     def _create_run(self, callbacks: Any, optimizers: tuple[Any, Any], repository: Repository | None) -> None:
