@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from alignment.config.errors import OptionError, counted
 from alignment.internals.torch import lock_pages, storage_key, unlock_pages
+from alignment.internals.transformers import checkpoints_itself, wrap_checkpoint
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 
@@ -43,56 +44,40 @@ def check_host_memory(size: int, ranks: int = 1) -> None:
         )
 
 
-class Copies(Protocol):
-    """Copies between a device and host memory, executed in order, beside the device's computation."""
+class Copies:
+    """Copies between a device and host memory, executed in order.
+
+    Those of this class are for a device that is the host: they have finished when they return.
+    """
 
     def allocate(self, size: int) -> Tensor:
         """Return ``size`` bytes of host memory."""
+        return torch.empty(size, dtype=torch.uint8)
 
     def free(self, memory: Tensor) -> None:
-        """Free memory after the copies from and to it have finished."""
+        """Prepare for the end of host memory, from and to which there may still be copies."""
 
     def start(self, target: Tensor, source: Tensor) -> Any:
         """Copy once the device has computed ``source`` and no longer uses ``target``; return a handle of the copy.
 
-        Until :meth:`wait` is called, ``source`` must not be freed, and ``target`` must not be read or freed.
+        Until :meth:`wait` is called with it, neither may be freed or written to, and ``target`` not be read.
         """
+        target.copy_(source)
 
     def wait(self, copy: Any) -> None:
         """Let the device's computation continue only after the copy."""
 
 
-class HostCopies:
-    """Copies of a device that is the host: they have finished when they return."""
-
-    def allocate(self, size: int) -> Tensor:
-        """See :class:`Copies`."""
-        return torch.empty(size, dtype=torch.uint8)
-
-    def free(self, memory: Tensor) -> None:
-        """See :class:`Copies`."""
-
-    def start(self, target: Tensor, source: Tensor) -> None:
-        """See :class:`Copies`."""
-        target.copy_(source)
-
-    def wait(self, copy: Any) -> None:
-        """See :class:`Copies`."""
-
-
-class CudaCopies:
-    """Copies of a GPU, on a stream of their own."""
+class CudaCopies(Copies):
+    """Copies of a GPU, on a stream of their own, beside its computation."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def allocate(self, size: int) -> Tensor:
-        """Return page-locked memory, without which copies would not be asynchronous.
-
-        Ordinary memory is page-locked because torch's allocator of page-locked memory rounds sizes up to a power of
-        two (``CUDACachingHostAllocator.cpp``), unless it is configured otherwise, which requires torch 2.13: 18.4 GB
-        would take 34.4.
-        """
+        # Copies from and to pageable memory are not asynchronous. torch's allocator of page-locked memory rounds sizes
+        # up to a power of two (ATen/core/CachingHostAllocator.h): 18.4 GB would take 34.4. It can be configured not to
+        # since torch 2.13 only.
         memory = torch.empty(size, dtype=torch.uint8)
         try:
             lock_pages(memory)
@@ -104,19 +89,16 @@ class CudaCopies:
         return memory
 
     def free(self, memory: Tensor) -> None:
-        """See :class:`Copies`."""
         self._stream.synchronize()
         unlock_pages(memory)
 
     def start(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """See :class:`Copies`."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def wait(self, copy: torch.cuda.Event) -> None:
-        """See :class:`Copies`."""
         torch.cuda.current_stream().wait_event(copy)
 
 
@@ -152,7 +134,7 @@ class _Arena:
 
 
 class _Saved(NamedTuple):
-    """The hidden states of a layer in host memory: the number of the forward pass, that of the layer in it, a slice."""
+    """Hidden states in host memory, with the number of the forward pass and their number within it."""
 
     forward: int
     number: int
@@ -167,6 +149,11 @@ class _Moving(NamedTuple):
     copy: Any
 
 
+def _content(tensor: Tensor) -> tuple[object, ...]:
+    """Return what identifies a tensor's content: autograd saves another object than the layer receives."""
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 class ActivationOffloading:
     """Moves the hidden states that a policy's recomputed layers save to host memory, and back one layer ahead.
 
@@ -176,29 +163,26 @@ class ActivationOffloading:
     Args:
         scorer: the policy, with gradient checkpointing enabled.
         device: its device.
-        copies: how to copy; None: as the device requires.
 
     Raises:
         OptionError: the layers of the model cannot be found, or do not call a checkpoint function of their own.
     """
 
-    def __init__(self, scorer: Scorer, device: torch.device, copies: Copies | None = None) -> None:
-        layers: list[Any] = decoder_layers(scorer.model)
-        if not layers or any("_gradient_checkpointing_func" not in vars(layer) for layer in layers):
+    def __init__(self, scorer: Scorer, device: torch.device) -> None:
+        layers = decoder_layers(scorer.model)
+        if not layers or not all(map(checkpoints_itself, layers)):
             raise OptionError(
-                f"{_KEY}=True: {type(scorer.model).__name__} does not checkpoint its decoder layers one by one; remove "
-                "it"
+                f"{_KEY}=True: the decoder layers of {type(scorer.model).__name__} do not call a checkpoint function "
+                "each; remove it"
             )
         self._device = device
-        self._copies = copies or (CudaCopies() if device.type == "cuda" else HostCopies())
+        self._copies = CudaCopies() if device.type == "cuda" else Copies()
         self._arena = _Arena(self._copies)
         self._layers, self._tokens, self._forward = len(layers), 0, 0
         self._saved: list[_Saved] = []
         self._leaving: deque[_Moving] = deque()
         self._arriving: _Moving | None = None
-        self._originals = [(layer, layer._gradient_checkpointing_func) for layer in layers]
-        for layer, original in self._originals:
-            layer._gradient_checkpointing_func = self._around(original)
+        self._undo = [wrap_checkpoint(layer, self._around) for layer in layers]
         # Functions without an owner: a copy of the model must not copy the host memory.
         self._hook = scorer.register_forward_pre_hook(lambda _, given: self._begin(given[0]["input_ids"].numel()))
 
@@ -208,8 +192,8 @@ class ActivationOffloading:
         self._saved.clear()
         self._arena.close()
         self._hook.remove()
-        for layer, original in self._originals:
-            layer._gradient_checkpointing_func = original
+        for undo in self._undo:
+            undo()
 
     def _begin(self, tokens: int) -> None:
         """Begin a forward pass; what an earlier one has saved is discarded, also if its backward pass has failed."""
@@ -224,12 +208,14 @@ class ActivationOffloading:
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(function, *args, **kwargs)
-            if not args or not isinstance(args[0], Tensor):
-                raise OptionError(f"{_KEY}=True: the hidden states of this model are no positional argument; remove it")
-            hidden, packed = (storage_key(args[0]), args[0].shape), list[_Saved]()
+            if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+                raise OptionError(
+                    f"{_KEY}=True: the hidden states of this model are no positional argument; remove it"
+                )
+            hidden, packed = _content(args[0]), list[_Saved]()
 
             def pack(tensor: Tensor) -> Any:
-                if (storage_key(tensor), tensor.shape) != hidden:
+                if _content(tensor) != hidden:
                     return tensor
                 if not packed:  # a layer may receive them twice
                     packed.append(self._save(tensor))
@@ -246,7 +232,8 @@ class ActivationOffloading:
             of_token = tensor.nbytes // math.prod(tensor.shape[-3:-1])
             self._arena.restart(self._layers * self._tokens * of_token)
         if len(self._leaving) == _LEAVING:
-            self._copies.wait(self._leaving.popleft().copy)
+            self._copies.wait(self._leaving[0].copy)
+            self._leaving.popleft()
         tensor = tensor.contiguous()
         saved = _Saved(self._forward, len(self._saved), self._arena.take(tensor))
         self._saved.append(saved)
@@ -258,7 +245,9 @@ class ActivationOffloading:
         if not isinstance(saved, _Saved):
             return saved
         if saved.forward != self._forward:
-            raise RuntimeError("the hidden states of this backward pass were replaced by those of a later forward pass")
+            raise RuntimeError(
+                "the hidden states of this backward pass were replaced by those of a later forward pass"
+            )
         arriving, self._arriving = self._arriving, None
         if arriving is None or arriving.saved is not saved:
             self._settle(arriving)
@@ -270,7 +259,7 @@ class ActivationOffloading:
 
     def _fetch(self, saved: _Saved) -> _Moving:
         """Start the copy of hidden states to the device."""
-        tensor = torch.empty_like(saved.host, device=self._device)
+        tensor = torch.empty(saved.host.shape, dtype=saved.host.dtype, device=self._device)
         return _Moving(saved, tensor, self._copies.start(tensor, saved.host))
 
     def _settle(self, *further: _Moving | None) -> None:

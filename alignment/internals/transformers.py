@@ -138,6 +138,29 @@ def experts_in_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = before
 
 
+def checkpoints_itself(layer: nn.Module) -> bool:
+    """Whether a layer, once gradient checkpointing is enabled, calls a checkpoint function of its own.
+
+    The function is a private attribute. The code of older models on the Hub calls one of the whole model instead. Seen
+    with transformers 5.23.
+    """
+    return "_gradient_checkpointing_func" in vars(layer)
+
+
+def wrap_checkpoint(layer: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a layer's checkpoint function by a function around it; return what undoes it.
+
+    See :func:`checkpoints_itself`. Seen with transformers 5.23.
+    """
+    original = layer._gradient_checkpointing_func
+    layer._gradient_checkpointing_func = around(original)
+
+    def undo() -> None:
+        layer._gradient_checkpointing_func = original
+
+    return undo
+
+
 def requested_attention(model: PreTrainedModel) -> str | None:
     """The attention that a model was loaded with by request, if it is none of the fast ones; else None.
 

@@ -20,13 +20,13 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device
+from alignment.engines.offloading import ActivationOffloading
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from alignment.internals.peft import as_peft_model
 from alignment.models.adapters.injection import REFERENCE, Given, equip
 from alignment.models.loading import disable_dropout, enable_checkpointing
-from alignment.engines.offloading import ActivationOffloading
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.planning.engines import EnginePlan

@@ -558,3 +558,24 @@ def test_experts_compute_in_fp32_without_data() -> None:
             made(tokens)
         with internals.experts_in_any_dtype():
             assert made(tokens).logits.shape == (1, 8, 64)
+
+
+def test_layers_call_a_checkpoint_function_of_their_own() -> None:
+    """With hidden states as the first argument, if checkpointing is enabled and in training only."""
+    made = AutoModelForCausalLM.from_config(tiny_config("untied"))
+    layers = made.model.layers
+    assert not any(map(internals.checkpoints_itself, layers))
+    made.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(internals.checkpoints_itself, layers)) and not internals.checkpoints_itself(made.model.norm)
+    shapes: list[tuple[int, ...]] = []
+
+    def around(original: Any) -> Any:
+        return lambda function, *args: shapes.append(args[0].shape) or original(function, *args)
+
+    undo = internals.wrap_checkpoint(layers[1], around)
+    made(IDS)
+    assert shapes == [(1, 4, 32)]
+    made.eval()(IDS)
+    undo()
+    made.train()(IDS)
+    assert len(shapes) == 1
