@@ -140,10 +140,10 @@ def release_pinned_memory() -> None:
         release()
 
 
-def lock_pages(tensor: Tensor) -> None:
-    """Page-lock the memory of a tensor on the host, in its exact size, until :func:`unlock_pages`.
+def lock_pages(tensor: Tensor) -> Callable[[], None]:
+    """Page-lock the host memory of a tensor, in its exact size; return what unlocks it before it is freed.
 
-    ``cudart`` is documented, but not its functions; ``torch.cuda._pin_memory_utils`` calls them in the same way, for
+    The functions of ``cudart`` are not documented; ``torch.cuda._pin_memory_utils`` calls these in the same way, for
     asynchronous checkpoints. Seen with torch 2.13; not confirmed on a GPU.
 
     Raises:
@@ -151,20 +151,10 @@ def lock_pages(tensor: Tensor) -> None:
     """
     import torch
 
-    portable = 1  # cudaHostRegisterPortable: for all devices of the process
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable)
-    torch.cuda.check_error(int(status))
-
-
-def unlock_pages(tensor: Tensor) -> None:
-    """Undo :func:`lock_pages`, which must be done before the memory is freed. Seen with torch 2.13.
-
-    Raises:
-        RuntimeError: the memory is not page-locked, or an earlier operation of the GPU has failed.
-    """
-    import torch
-
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+    address, portable = tensor.data_ptr(), 1  # cudaHostRegisterPortable: for all devices of the process
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.nbytes, portable)))
+    return lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
 
 
 @contextlib.contextmanager

@@ -138,27 +138,18 @@ def experts_in_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = before
 
 
-def checkpoints_itself(layer: nn.Module) -> bool:
-    """Whether a layer, once gradient checkpointing is enabled, calls a checkpoint function of its own.
+def checkpoint_function(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the function with which a layer checkpoints itself once that is enabled, or None if it has none.
 
-    The function is a private attribute. The code of older models on the Hub calls one of the whole model instead. Seen
-    with transformers 5.23.
+    It is a private attribute. The code of older models on the Hub calls one of the whole model. Seen with transformers
+    5.23.
     """
-    return "_gradient_checkpointing_func" in vars(layer)
+    return vars(layer).get("_gradient_checkpointing_func")
 
 
-def wrap_checkpoint(layer: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Replace a layer's checkpoint function by a function around it; return what undoes it.
-
-    See :func:`checkpoints_itself`. Seen with transformers 5.23.
-    """
-    original = layer._gradient_checkpointing_func
-    layer._gradient_checkpointing_func = around(original)
-
-    def undo() -> None:
-        layer._gradient_checkpointing_func = original
-
-    return undo
+def set_checkpoint_function(layer: nn.Module, function: Any) -> None:
+    """Replace the result of :func:`checkpoint_function`. Seen with transformers 5.23."""
+    layer._gradient_checkpointing_func = function
 
 
 def requested_attention(model: PreTrainedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""How many layers gradient checkpointing recomputes, which is decided once per run, and whether they are offloaded."""
+"""How many layers gradient checkpointing recomputes, which is decided once per run."""
 
 from __future__ import annotations
 
@@ -7,41 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from alignment.config.dtypes import planned
 from alignment.config.fields import AUTO
-from alignment.config.options import AlignmentConfig
-from alignment.config.options_online import OnlineOptions
-from alignment.data.windows import micro_tokens
-from alignment.engines.collectives import together
-from alignment.engines.memory import ranks_of_host
-from alignment.engines.offloading import check_host_memory
 from alignment.models.loading import checkpoint_first
-from alignment.models.packed_attention import configured_refusal
-from alignment.planning.engines import EnginePlan
-from alignment.run.ending import OtherRankFailed
 from alignment.run.ranks import tell
-from alignment.training.data import RunData, total_steps
-
-
-def check_offloading(args: AlignmentConfig, plan: EnginePlan, data: RunData) -> None:
-    """Check before a model is loaded that the host can hold what ``activation_offloading`` moves there. Collective.
-
-    Not if the lengths of the sequences are not known yet: memory is checked again when it is allocated.
-
-    Raises:
-        OptionError: if it cannot.
-    """
-    config, sampler = plan.source.config.get_text_config(), data.sampler
-    if not args.activation_offloading or sampler is None or planned() is not None:
-        return
-    if isinstance(args, OnlineOptions) or args.auto_find_batch_size:
-        return
-    packs = args.pack != "false" and configured_refusal(plan.source.config) is None
-    with together(OtherRankFailed):
-        largest = sampler.largest(total_steps(args, sampler))
-        tokens = max(micro_tokens(sampler.table, largest, micro, packs) for micro in range(len(largest.micro_batches)))
-        layers, hidden = (getattr(config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
-        check_host_memory(tokens * layers * hidden * plan.compute.itemsize, ranks_of_host())
 
 
 class CheckpointedLayers:

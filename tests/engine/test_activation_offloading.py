@@ -48,21 +48,11 @@ class Queued(Copies):
     def __init__(self) -> None:
         self.moved = [0, 0]
         self.events: list[str] = []
-        self.arena = weakref.WeakSet[Any]()
         self._started = self._done = 0
         self._queue: list[tuple[Any, Any]] = []
 
-    def allocate(self, size: int) -> Tensor:
-        memory = super().allocate(size).fill_(255)
-        self.arena.add(memory.untyped_storage())
-        return memory
-
-    def free(self, memory: Tensor) -> None:
-        self.wait(self._started)
-
     def start(self, target: Tensor, source: Tensor) -> int:
-        home = {storage.data_ptr() for storage in self.arena}
-        self.moved[source.untyped_storage().data_ptr() in home] += source.nbytes
+        self.moved[target.nbytes == target.untyped_storage().nbytes()] += source.nbytes  # the host's are slices
         target.fill_(torch.nan)
         self._queue.append((weakref.ref(target), weakref.ref(source)))
         self._started += 1
@@ -77,6 +67,9 @@ class Queued(Copies):
             with torch.no_grad():
                 target.copy_(source)
             self._done += 1
+
+    def finish(self) -> None:
+        assert not self._queue
 
 
 @pytest.fixture
@@ -224,7 +217,7 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
 def peak_of(scorer: CompletionScorer, length: int, moved: ActivationOffloading | None) -> int:
     """Return the bytes of the device at the peak of a pass, beyond weights and gradients."""
     loss_of(scorer, length).backward()  # allocates what stays
-    arena = [] if moved is None else [moved._arena._memory]
+    arena = [] if moved is None else [moved._memory]
     stays = [*scorer.parameters(), *scorer.buffers(), *(one.grad for one in scorer.parameters()), *arena]
     with live_bytes(stays) as live:
         loss_of(scorer, length).backward()
@@ -240,7 +233,7 @@ def test_the_device_holds_two_hidden_states_and_the_host_all(model: str, reentra
     found = []
     for length in lengths:
         found.append(peak_of(scorer, length, moved))
-        memory = moved._arena._memory
+        memory = moved._memory
         assert memory is not None and memory.nbytes == LAYERS * 90 * HIDDEN * 4, "one for all micro-batches"
     growths = [(longer - shorter) / 45 for longer, shorter in (without, found)]
     assert growths[0] - growths[1] == (LAYERS - 2) * HIDDEN * 4
@@ -313,7 +306,7 @@ def test_what_a_layer_receives_besides_hidden_states_stays(model: str, queued: l
     call(lambda one, two, three: (one * two * three).sum(), hidden, hidden, other).backward()
     assert queued[0].moved[0] - before == hidden.nbytes == 6 * HIDDEN * 4
     assert whole.grad is not None and torch.equal(whole.grad, torch.cat([2 * hidden * other, hidden**2]).detach())
-    with pytest.raises(OptionError, match="activation_offloading=True: the hidden states .* no positional argument"):
+    with pytest.raises(OptionError, match="activation_offloading=True: .* hidden states are not its first argument"):
         call(functools.partial(lambda one: one, one=hidden))
     with pytest.raises(OptionError, match="activation_offloading=True: a layer .* more than once in a pass"):
         for _ in range(LAYERS + 1):
@@ -340,7 +333,7 @@ def test_layers_that_do_not_checkpoint_themselves_are_refused(model: str) -> Non
     scorer = scorer_of(model)
     for layer in scorer.model.model.layers:
         del layer._gradient_checkpointing_func
-    with pytest.raises(OptionError, match="activation_offloading=True: the decoder layers of LlamaForCausalLM do not"):
+    with pytest.raises(OptionError, match="activation_offloading=True: the layers of LlamaForCausalLM do not"):
         ActivationOffloading(scorer, CPU)
 
 
@@ -358,7 +351,7 @@ def test_more_host_memory_than_there_is(model: str, tmp_path: Path, monkeypatch:
     for available in (needed, needed - 1):
         monkeypatch.setattr(offloading.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))  # noqa: B023
         if available < needed:
-            moved._arena.close()
+            moved._release()
             with pytest.raises(OptionError, match="of host memory"):
                 loss_of(scorer, 30)
         else:

@@ -28,7 +28,6 @@ from alignment.internals.torch import (
     schedule_may_go_first,
     storage_key,
     take_scheduled_rates,
-    unlock_pages,
     version_of,
     watching_operations,
     without_forward_hooks,
@@ -188,8 +187,7 @@ def test_pages_of_host_memory_are_locked_in_their_exact_size(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "_cudart", runtime)
     monkeypatch.setattr(torch.cuda, "CudaError", RuntimeError)  # which asks the runtime for a text
-    lock_pages(tensor)
-    unlock_pages(tensor)
+    lock_pages(tensor)()
     assert calls == [(tensor.data_ptr(), 140, 1), (tensor.data_ptr(),)]
     with pytest.raises(RuntimeError, match="2"):
         lock_pages(tensor)

@@ -564,18 +564,21 @@ def test_layers_call_a_checkpoint_function_of_their_own() -> None:
     """With hidden states as the first argument, if checkpointing is enabled and in training only."""
     made = AutoModelForCausalLM.from_config(tiny_config("untied"))
     layers = made.model.layers
-    assert not any(map(internals.checkpoints_itself, layers))
+    assert not any(map(internals.checkpoint_function, layers))
     made.train().gradient_checkpointing_enable({"use_reentrant": False})
-    assert all(map(internals.checkpoints_itself, layers)) and not internals.checkpoints_itself(made.model.norm)
+    assert all(map(internals.checkpoint_function, layers)) and internals.checkpoint_function(made.model.norm) is None
     shapes: list[tuple[int, ...]] = []
 
-    def around(original: Any) -> Any:
-        return lambda function, *args: shapes.append(args[0].shape) or original(function, *args)
+    original: Any = internals.checkpoint_function(layers[1])
 
-    undo = internals.wrap_checkpoint(layers[1], around)
+    def recorded(function: Any, *args: Any) -> Any:
+        shapes.append(args[0].shape)
+        return original(function, *args)
+
+    internals.set_checkpoint_function(layers[1], recorded)
     made(IDS)
     assert shapes == [(1, 4, 32)]
     made.eval()(IDS)
-    undo()
+    internals.set_checkpoint_function(layers[1], original)
     made.train()(IDS)
     assert len(shapes) == 1
