@@ -194,10 +194,11 @@ class ActivationOffloading:
         if self._memory is None or (self._taken == 0 and self._memory.numel() < whole):
             self._release()
             check_host_memory(whole)
-            self._memory = torch.empty(whole, dtype=torch.uint8)
+            memory = torch.empty(whole, dtype=torch.uint8)
             # Only page-locked memory is copied asynchronously. torch's allocator of such memory rounds sizes up to a
             # power of two (ATen/core/CachingHostAllocator.h), 18.4 GB to 34.4; since 2.13 it can be told not to.
-            self._unlock = lock_pages(self._memory) if self._device.type == "cuda" else lambda: None
+            self._unlock = lock_pages(memory) if self._device.type == "cuda" else lambda: None
+            self._memory = memory
         start, self._taken = self._taken, self._taken + like.nbytes
         if self._taken > self._memory.numel():
             raise OptionError(f"{_KEY}=True: a layer of this model is called more than once in a pass; remove it")
