@@ -42,7 +42,7 @@ def check_host_memory(size: int, ranks: int = 1) -> None:
 
 
 class Copies:
-    """Copies between a device and host memory, in their order. Here the device is the host, which copies at once."""
+    """Copies between a device and host memory, in their order. Here the device is the host: they are synchronous."""
 
     def start(self, target: Tensor, source: Tensor) -> Any:
         """Copy once the device has computed ``source`` and no longer uses ``target``; return a handle of the copy.

@@ -1,6 +1,6 @@
 """Hidden states in host memory: equal updates, counted copies, bounded device memory, and what is refused.
 
-:class:`Queued` stands in for the copies of a GPU. They are executed when somebody waits for them, in their order;
+:class:`Queued` stands in for the copies of a GPU. They are executed when they are waited for, in their order;
 until then their targets contain NaN, and a tensor that is freed too early is noticed.
 """
 
@@ -38,7 +38,7 @@ REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
 
 class Queued(Copies):
-    """Copies that are only executed when somebody waits for them.
+    """Copies that are only executed when they are waited for.
 
     Attributes:
         moved: bytes of the copies to the host and to the device.
@@ -164,7 +164,7 @@ def test_updates_are_bitwise_those_without(
     assert copies.moved == [LAYERS * sum(map(sum, passes)) * HIDDEN * (2 if more.get("bf16") else 4)] * 2
 
 
-def test_two_ranks_train_as_without(model: str, tmp_path: Path, ranks: RankServer) -> None:
+def test_ranks_with_unequal_lengths_train_as_without(model: str, tmp_path: Path, ranks: RankServer) -> None:
     """With sequences of different lengths, at stages 2 and 3, on a device that is the host."""
     runs = [
         {

@@ -67,7 +67,7 @@ class Event:
 
 
 class Stream:
-    """Replaces ``torch.cuda.Stream``; its work is done at once."""
+    """Replaces ``torch.cuda.Stream``; its work is synchronous."""
 
     def __init__(self) -> None:
         self.wait_stream = self.wait_event = lambda other: None
