@@ -26,10 +26,11 @@ from alignment.config.dtypes import computes_bf16
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory import free_bytes, total_bytes
+from alignment.engines.offloading import ActivationOffloading
 from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.models.head import LogProbHead
-from alignment.models.loading import load_model
+from alignment.models.loading import enable_checkpointing, load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import choice
 from alignment.rollout.backend import Generation, Sampling, Work
@@ -203,6 +204,25 @@ def fp16(where: torch.device, model: str) -> str:
     return f"norm {expected:.4g} in fp32; " + ", ".join(f"stage {stage} {norm:.4g}" for stage, norm in norms.items())
 
 
+def offloading(where: torch.device, model: str) -> str:
+    """Gradients are the same if the hidden states of recomputed layers are offloaded."""
+    scorer = CompletionScorer(load_model(model, torch.float32, ds_config=_PLAIN)).to(where).train()
+    enable_checkpointing(scorer.model, None)
+    batch = _batch().to(where)
+
+    def gradients() -> Tensor:
+        scorer.zero_grad(set_to_none=True)
+        scorer(batch.inputs, batch.positions, batch.targets, batch.longest).scores.sum().backward()
+        return torch.cat([p.grad.flatten() for p in scorer.parameters() if p.grad is not None])
+
+    expected = gradients()
+    offloaded = ActivationOffloading(scorer, where)
+    worst = max(_apart(gradients(), expected) for _ in range(10))
+    offloaded.close()
+    expect(worst < 1e-5, f"the gradient differs by {worst:.1e}")
+    return f"gradients within {worst:.1e}"
+
+
 def continuous(attention: str) -> Callable[[torch.device, str], str]:
     """Continuous batching with an attention implementation: greedy tokens are the likeliest of one forward pass."""
 
@@ -324,6 +344,7 @@ CHECKS: dict[str, Check] = {
     "states to come": Check(states, True),
     "live model under ZeRO-3": Check(divided, True),
     "fp16": Check(fp16, True),
+    "activation offloading": Check(offloading, False),
     "a step of every method": Check(every_method(), True),
     "a step of every method, LoRA": Check(every_method(use_peft=True), True),
     "a step of every method, QLoRA": Check(every_method(use_peft=True, load_in_4bit=True), False),

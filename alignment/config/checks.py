@@ -52,6 +52,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
         "micro-batches are found in the rehearsal; remove one of them",
     ),
     (
+        "activation_offloading gradient_checkpointing",
+        lambda of: of.activation_offloading and not of.gradient_checkpointing,
+        "only hidden states of recomputed layers are offloaded; remove one of them",
+    ),
+    (
         "pack attn_implementation",
         lambda of: of.pack == "true" and of.attn_implementation in ("eager", "flex_attention"),
         "packing has an attention function of its own; remove one of them",

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 
-from alignment.compat.trl.verdicts import only
 from alignment.config.fields import (
     AUTO,
     AUTO_BY_DEFAULT,
@@ -99,7 +98,11 @@ class MemoryOptions:
     gradient_checkpointing_kwargs: Free[Keywords] = option(
         None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
-    activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
+    activation_offloading: Free[bool] = option(
+        False,
+        "Keep the hidden states that gradient checkpointing saves in host memory until the backward pass. All layers "
+        "are recomputed.",
+    )
     memory_rehearsal: Late[Free[Choice]] = option(
         AUTO,
         "Compute the largest micro-batch, evaluation batch and rollout before the first step, so that a run that does "

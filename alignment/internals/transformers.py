@@ -143,6 +143,20 @@ def chosen_attention(config: PretrainedConfig) -> str | None:
     return config.get_text_config()._attn_implementation  # type: ignore[no-any-return]
 
 
+def checkpoint_function(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the function with which a layer checkpoints itself once that is enabled, or None if it has none.
+
+    It is a private attribute. The code of older models on the Hub calls one of the whole model. Seen with transformers
+    5.23.
+    """
+    return vars(layer).get("_gradient_checkpointing_func")
+
+
+def set_checkpoint_function(layer: nn.Module, function: Any) -> None:
+    """Replace the result of :func:`checkpoint_function`. Seen with transformers 5.23."""
+    layer._gradient_checkpointing_func = function
+
+
 def requested_attention(model: PreTrainedModel) -> str | None:
     """The attention that a model was loaded with by request, if it is none of the fast ones; else None.
 

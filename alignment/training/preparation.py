@@ -10,12 +10,15 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
+from alignment.config.dtypes import planned
 from alignment.config.errors import ModelError, OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.data.windows import RowTable
 from alignment.engines.collectives import together
+from alignment.engines.memory import ranks_of_host
+from alignment.engines.offloading import check_host_memory
 from alignment.models.packed_attention import configured_refusal
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
@@ -136,6 +139,17 @@ def check_tokens(args: AlignmentConfig, tables: Sequence[RowTable], shared: bool
             f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
             f"at least {least}, or max_length"
         )
+
+
+def check_offloading(args: AlignmentConfig, plan: EnginePlan, table: RowTable) -> None:
+    """Check that the host can hold the hidden states of the longest row; later, those of micro-batches. Collective."""
+    if not args.activation_offloading or planned() is not None:
+        return
+    config = plan.source.config.get_text_config()
+    tokens = table.tokens_of_a_row(args.pack != "false" and configured_refusal(plan.source.config) is None)
+    layers, hidden = (getattr(config, name, 0) for name in ("num_hidden_layers", "hidden_size"))
+    with together(OtherRankFailed):
+        check_host_memory(tokens * layers * hidden * plan.compute.itemsize, ranks_of_host())
 
 
 def _load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:

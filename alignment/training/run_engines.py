@@ -21,6 +21,7 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device
+from alignment.engines.offloading import ActivationOffloading
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
@@ -105,6 +106,7 @@ class RunEngines:
         self._pass: WindowPass | None = None
         self._given: Given | None = None  # how the initial policy is computed
         self._view: Any = None  # the PeftModel around new adapters
+        self._offloading: ActivationOffloading | None = None
 
     @property
     def model(self) -> Any:
@@ -188,8 +190,11 @@ class RunEngines:
             context.run_state.register("schedule", ScheduleState(policy.scheduler))
             context.run_state.register("engine", EngineState(policy))
             layers = None if context.memory_plan is None else context.memory_plan.checkpointed_layers
-            checkpointed = CheckpointedLayers(args.gradient_checkpointing, policy.scorer.model, layers)
+            asked = True if args.activation_offloading else args.gradient_checkpointing
+            checkpointed = CheckpointedLayers(asked, policy.scorer.model, layers)
             tell(context.run_state.register("gradient checkpointing", checkpointed).describe())
+            if args.activation_offloading:
+                self._offloading = ActivationOffloading(policy.scorer, policy.device)
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         self.resources.built(policy.scorer.model)
@@ -297,6 +302,9 @@ class RunEngines:
     def close(self) -> None:
         """Release the engines and with them the trained weights; see :meth:`AlignmentTrainer.close`."""
         self.resources.close()
+        if self._offloading is not None:
+            self._offloading.close()
+            self._offloading = None
         if self.models is not None:
             self.models.close()
         adapters = self.plan.adapters

@@ -64,7 +64,7 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.memory_plan import plan_memory
 from alignment.training.method import AnyMethod
 from alignment.training.out_of_memory import memory_explained
-from alignment.training.preparation import GivenModels, place_for, plan_models
+from alignment.training.preparation import GivenModels, check_offloading, place_for, plan_models
 from alignment.training.rehearsal import Rehearsal
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
@@ -210,6 +210,8 @@ class AlignmentTrainer(TrainerSurface):
             self.resources.check_data(each)
         check_evaluation(self.args, self.metrics, data.eval)
         place_for(self.args, self.method, self.planned, [each.table for each in data.sets])
+        if data.train is not None:
+            check_offloading(self.args, self.planned.engines, data.train.table)
         return data
 
     def _create_run(self, callbacks: Any, optimizers: tuple[Any, Any], repository: Repository | None) -> None:

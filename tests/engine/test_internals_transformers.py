@@ -579,3 +579,27 @@ def test_experts_compute_in_fp32_without_data() -> None:
         with internals.experts_with(product):
             assert made(tokens).logits.shape == (1, 8, 64)
     assert shapes == [(16, 32, 4, 32, 32, 4), (16, 16, 4, 16, 32, 4)]
+
+
+def test_layers_call_a_checkpoint_function_of_their_own() -> None:
+    """With hidden states as the first argument, if checkpointing is enabled and in training only."""
+    made = AutoModelForCausalLM.from_config(tiny_config("untied"))
+    layers = made.model.layers
+    assert not any(map(internals.checkpoint_function, layers))
+    made.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(internals.checkpoint_function, layers)) and internals.checkpoint_function(made.model.norm) is None
+    shapes: list[tuple[int, ...]] = []
+
+    original: Any = internals.checkpoint_function(layers[1])
+
+    def recorded(function: Any, *args: Any) -> Any:
+        shapes.append(args[0].shape)
+        return original(function, *args)
+
+    internals.set_checkpoint_function(layers[1], recorded)
+    made(IDS)
+    assert shapes == [(1, 4, 32)]
+    made.eval()(IDS)
+    internals.set_checkpoint_function(layers[1], original)
+    made.train()(IDS)
+    assert len(shapes) == 1

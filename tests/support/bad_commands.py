@@ -20,7 +20,12 @@ IDENTICAL = {"chosen": "the same", "rejected": "the same"}
 
 OPTIONS = [
     Case("unknown option", ("learning_rte='1e-4'", "did you mean 'learning_rate'"), {"learning_rte": "1e-4"}),
-    Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
+    Case("option to come", ("sync_ref_model=True", "not supported yet"), {"sync_ref_model": "true"}),
+    Case(
+        "offloading what is not saved",
+        ("activation_offloading=True and gradient_checkpointing=False", "remove one of them"),
+        {"activation_offloading": "true", "gradient_checkpointing": "false"},
+    ),
     Case(
         "unknown target module",
         ("lora_target_modules: the model has no 'q_prj'", "did you mean 'q_proj'", "gate_proj"),

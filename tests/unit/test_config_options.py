@@ -133,7 +133,11 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"zzz": 1}, "zzz=1: .*--help"),
         (KTOConfig, {"method": "cpo"}, "method='cpo'"),
         (KTOConfig, {"sync_ref_model": True}, "sync_ref_model=True: "),
-        (KTOConfig, {"activation_offloading": True}, "activation_offloading=True: "),
+        (
+            KTOConfig,
+            {"activation_offloading": True, "gradient_checkpointing": False},
+            "activation_offloading=True and gradient_checkpointing=False: only hidden states of recomputed",
+        ),
         (
             KTOConfig,
             {"auto_find_batch_size": True, "memory_rehearsal": False},

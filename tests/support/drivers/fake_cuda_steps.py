@@ -7,6 +7,7 @@ RESULT: for each cell the norm of the gradient and the waits of the host for the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 
@@ -17,6 +18,7 @@ import tempfile  # noqa: E402
 import traceback  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
@@ -46,9 +48,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "precomputed": {"deepspeed": STAGES["stage2"], "ref_placement": "precomputed"},
     "int8": {"deepspeed": STAGES["stage2"], **_LORA, "load_in_8bit": True},
     "dora": {"deepspeed": STAGES["stage2"], **_LORA, "use_dora": True},
+    "activations": {"deepspeed": STAGES["stage2"], **_LORA, "activation_offloading": True},
     "reentrant": {"deepspeed": STAGES["stage2"], **_LORA, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
 KERNELS = torch.library.Library("aten", "IMPL")  # for operations that only a GPU has
+
+
+PAGE_LOCKED: set[int] = set()  # addresses
 
 
 class Event:
@@ -58,6 +64,20 @@ class Event:
         self.record = self.synchronize = lambda: None
         self.query = lambda: True
         self.elapsed_time = lambda other: 0.0
+
+
+class Stream:
+    """Replaces ``torch.cuda.Stream``; its work is synchronous."""
+
+    def __init__(self) -> None:
+        self.wait_stream = self.wait_event = lambda other: None
+        self.record_event, self.synchronize = Event, lambda: None
+
+
+def register(address: int, *_: int) -> int:
+    """Replaces ``cudaHostRegister``."""
+    PAGE_LOCKED.add(address)
+    return 0
 
 
 def zero(*_: Any) -> int:
@@ -72,9 +92,16 @@ def start_device() -> None:
     from deepspeed.accelerator import get_accelerator
 
     names = "current_device memory_allocated memory_reserved max_memory_allocated reset_peak_memory_stats synchronize"
+    success = SimpleNamespace(success=0)
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=zero, cudaError=success)
     replaced: dict[str, Any] = {
         **dict.fromkeys([*names.split(), "_lazy_init", "set_rng_state"], zero),
         "Event": Event,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "cudart": lambda: runtime,
+        "_cudart": runtime,
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "get_device_capability": lambda *_: (8, 0),
         "mem_get_info": lambda *_: (2**34, 2**34),
@@ -106,7 +133,6 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.pinned: set[int] = set()  # addresses of page-locked memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See :class:`TorchDispatchMode`."""
@@ -114,14 +140,16 @@ class Waits(TorchDispatchMode):
         source = args[1] if func._schema.name == "aten::copy_" else args[0] if args else None
         made = result if isinstance(result, torch.Tensor) else None
         if made is not None and (kwargs or {}).get("pin_memory"):
-            self.pinned.add(made.untyped_storage().data_ptr())
+            PAGE_LOCKED.add(made.untyped_storage().data_ptr())
         if isinstance(source, torch.Tensor):
+            asynchronous = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2] is True)
+            host = next((end for end in (source, made) if end is not None and not end.is_cuda), None)
+            if asynchronous and host is not None and host.untyped_storage().data_ptr() in PAGE_LOCKED:
+                return result
             if source.is_cuda and (isinstance(result, (bool, int, float)) or (made is not None and not made.is_cuda)):
                 self._note(f"{func} reads")
             elif not source.is_cuda and source.ndim and made is not None and made.is_cuda:
-                asynchronous = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2] is True)
-                if not (asynchronous and source.untyped_storage().data_ptr() in self.pinned):
-                    self._note(f"{func} copies")
+                self._note(f"{func} copies")
         return result
 
     def _note(self, what: str) -> None:
