@@ -27,7 +27,7 @@ from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 
 _KEY = "activation_offloading"
-_PENDING = 2  # copies that may be pending, each with its hidden states on the device
+PENDING = 2  # copies that may be pending, each with its hidden states on the device
 
 
 def check_host_memory(size: int, ranks: int = 1) -> None:
@@ -155,7 +155,7 @@ class ActivationOffloading:
 
     def _save(self, tensor: Tensor) -> int:
         """Start the copy of hidden states to the host; return their number."""
-        self._settle(_PENDING - 1)
+        self._settle(PENDING - 1)
         tensor = tensor.contiguous()
         self._number += 1
         host = self._saved[self._number] = self._slice(tensor)

@@ -48,6 +48,8 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
         yield Change({"rollout_batch_size": 1}, True, "slower rollouts")
     if options.gradient_checkpointing is not True and options.gradient_checkpointing != "auto":
         yield Change({"gradient_checkpointing": True}, True, "a third more computation")
+    if not options.activation_offloading and options.gradient_checkpointing:
+        yield Change({"activation_offloading": True}, True, "hidden states are copied to host memory and back")
     if rows > 1:
         steps = options.gradient_accumulation_steps * rows
         fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}

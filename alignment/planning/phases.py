@@ -9,6 +9,7 @@ from typing import Any
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import page_locked
+from alignment.engines.offloading import PENDING
 from alignment.engines.optimizers import GROUP, step_bytes
 from alignment.planning.activations import Shape
 from alignment.planning.engine_bytes import EngineBytes, Trained, engine_bytes
@@ -175,7 +176,8 @@ class Phases:
         moments: list[Parts] = []
         if k > 0:
             first, last = count(recomputed=True)
-            moments += [first.of(k), last.of(layers)]
+            moved = -self._hidden * max(0, k - PENDING) if self.run.options.activation_offloading else 0
+            moments += [added(first.of(k), {"layers": moved}), last.of(layers)]
         if k < layers:
             plain, last = count()
             # The first k layers only keep their inputs.
@@ -190,6 +192,12 @@ class Phases:
             added(self._always, self.engine.complete, live),
             key=total,
         )
+
+    @property
+    def _hidden(self) -> float:
+        """The hidden states that a recomputed layer saves of a micro-batch."""
+        width = self.run.engines.source.config.get_text_config().hidden_size
+        return float(self._trained.sequences * self.tokens * width * self.run.engines.compute.itemsize)
 
     def _step(self) -> Parts:
         return added(self._always, self.engine.step)
@@ -238,6 +246,8 @@ class Phases:
         parts |= self.engine.host
         if self._stage == 3 and self._offloaded:
             parts["weights"] = page_locked(self.weights.base / self.run.ranks)
+        if self.run.options.activation_offloading:
+            parts["hidden states"] = self._hidden * self.checkpointed
         for model in self.run.frozen:
             weights = self.run.weights_of(model.source)
             if model.placement == "offload" and weights is not None:

@@ -103,7 +103,7 @@ class RunPlan:
 
     @property
     def _recomputed(self) -> int | None:
-        if self.options.gradient_checkpointing == "auto":
+        if self.options.gradient_checkpointing == "auto" and not self.options.activation_offloading:
             return self.planner.layers_to_recompute(self.card, self.tokens)
         return None
 
