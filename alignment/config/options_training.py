@@ -100,6 +100,11 @@ class MemoryOptions:
         None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
     activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
+    tiled_mlp: Annotated[Free[bool], OrAuto] = option(
+        AUTO_BY_DEFAULT,
+        "Compute the MLP of each layer in slices of the sequence, which needs less memory and more time: `true`, "
+        "`false`, or `auto`, which is `false` for now.",
+    )
     memory_rehearsal: Late[Free[Choice]] = option(
         AUTO,
         "Compute the largest micro-batch, evaluation batch and rollout before the first step, so that a run that does "

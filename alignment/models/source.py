@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from alignment.models.kernels import liger_type, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.tiled_mlp import find_mlp, tile_mlps, tiled
 from alignment.models.vocabulary import Vocabulary
 from alignment.run.retries import is_offline
 
@@ -177,6 +180,7 @@ class ModelSource:
         quantization: how its weights are quantized, planned once the engine is known.
         merged: whether adapters were merged into the live model, so that its name no longer identifies it.
         vocabulary: changes to its vocabulary, applied when the model is loaded; a live model already has them.
+        mlp: name of the MLP in its decoder layers, if it is computed in slices.
     """
 
     path: str | None
@@ -187,11 +191,18 @@ class ModelSource:
     quantization: Quantization | None = None
     merged: bool = False
     vocabulary: Vocabulary = Vocabulary()
+    mlp: str | None = None
 
     @property
     def name(self) -> str:
         """The model's name in messages and default folder names."""
         return self.path or self.config.name_or_path or type(self.live).__name__
+
+    def unloaded(self, options: AlignmentConfig) -> Callable[[PretrainedConfig], PreTrainedModel]:
+        """Return what creates a model of this class with random weights from a configuration."""
+        if self.live is not None:
+            return type(self.live)
+        return functools.partial(self.task.auto.from_config, trust_remote_code=options.trust_remote_code)
 
     def load(
         self,
@@ -209,6 +220,7 @@ class ModelSource:
         # Only a reward model can have a type without kernels; other models have been rejected before.
         if options.use_liger_kernel and liger_type(self.config) is not None:
             put_liger_kernels(model, keywords(options.liger_kernel_config))
+        tile_mlps(model, self.mlp)
         return model
 
     def _loaded(
@@ -301,12 +313,14 @@ def model_source(
             init_kwargs=kwargs,
             task=task,
         )
-        return ModelSource(value, None, config, kwargs, task)
-    if not isinstance(value, PreTrainedModel):
+        source = ModelSource(value, None, config, kwargs, task)
+    elif not isinstance(value, PreTrainedModel):
         raise ModelError(f"{key}: {type(value).__name__} is neither a path nor a transformers model")
-    if value.config.is_encoder_decoder:
+    elif value.config.is_encoder_decoder:
         raise ModelError(
             f"{key}: {type(value).__name__} is an encoder-decoder model; only decoder-only models are supported"
         )
-    task.check_live(value, key)
-    return ModelSource(None, value, value.config, kwargs, task)
+    else:
+        task.check_live(value, key)
+        source = ModelSource(None, value, value.config, kwargs, task)
+    return replace(source, mlp=find_mlp(source.config, source.unloaded(options))) if tiled(options) else source

@@ -101,7 +101,7 @@ class Counting:
         quantized = None if source.quantization is None else source.quantization.config.to_dict()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
-                 quantized, adapted, dtype, kernel, shared, checkpointing, dropout, aux_loss)  # fmt: skip
+                 quantized, adapted, dtype, kernel, shared, checkpointing, dropout, aux_loss, source.mlp)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 
