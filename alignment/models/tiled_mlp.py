@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -77,10 +79,40 @@ def _in_slices(whole: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     count = -(-tokens // width)
     if count <= 1:
         return whole(hidden)
-    compute = functools.partial(checkpoint, whole, use_reentrant=False) if torch.is_grad_enabled() else whole
-    # The backward pass of split is one concatenation; that of each slice would allocate a gradient of all tokens.
-    parts = hidden.reshape(1, tokens, width).split(-(-tokens // count), 1)
-    return torch.cat([compute(part) for part in parts], 1).view(hidden.shape)
+
+    def slices(states: Tensor) -> Iterable[tuple[int, Tensor]]:
+        # The backward pass of split is one concatenation; that of each slice would allocate a gradient of all tokens.
+        return enumerate(states.reshape(1, tokens, width).split(-(-tokens // count), 1))
+
+    if not torch.is_grad_enabled():
+        return torch.cat([whole(part) for _, part in slices(hidden)], 1).view(hidden.shape)
+    saved: Any = _Saved.apply(hidden.new_empty(0, requires_grad=True), hidden).grad_fn  # type: ignore[no-untyped-call]
+    parts = dict(slices(hidden))
+
+    def compute(_: Tensor, number: int) -> Tensor:
+        if not parts:  # in the backward pass
+            parts.update(slices(saved.saved_tensors[0]))
+        return whole(parts.pop(number))
+
+    # The recomputation of a layer ends with the last tensor that it has to save. Without these hooks, that would be one
+    # of the last slice, and the others would be computed for it. The first argument tells the device whose random state
+    # is restored.
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        states = [checkpoint(compute, hidden.new_empty(0), n, use_reentrant=False) for n in range(len(parts))]
+    return torch.cat(states, 1).view(hidden.shape)
+
+
+class _Saved(torch.autograd.Function):
+    """Saves the hidden states once for all slices, before any of them is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> str:
@@ -130,11 +162,13 @@ def _position_wise(model: PreTrainedModel) -> list[str]:
     layers, decoder = decoder_layers(model), decoder_of(model)
     if not layers or decoder is None:
         return []
-    calls: dict[str, list[tuple[Any, Any, Any]]] = {}
+    calls: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
 
     def watch(name: str, module: nn.Module) -> None:
-        calls[name] = []
-        module.register_forward_hook(lambda _, args, kwargs, out: calls[name].append((args, kwargs, out)), with_kwargs=True)
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[name].append((args, kwargs, copy.deepcopy(output)))  # which the layer may change in place
+
+        module.register_forward_hook(hook, with_kwargs=True)
 
     for name, module in layers[0].named_children():
         if any(True for _ in module.children()):  # neither a norm nor a single linear layer
