@@ -94,8 +94,8 @@ def _in_slices(whole: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
             parts.update(slices(saved.saved_tensors[0]))
         return whole(parts.pop(number))
 
-    # The recomputation of a layer ends with the last tensor that it has to save. Without these hooks, that would be one
-    # of the last slice, and the others would be computed for it. The first argument tells the device whose random state
+    # The recomputation of a layer ends with the last tensor that it has to save. Without these hooks, it would be
+    # the last slice's, for which all others would be computed. The first argument tells the device whose random state
     # is restored.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         states = [checkpoint(compute, hidden.new_empty(0), n, use_reentrant=False) for n in range(len(parts))]
@@ -129,15 +129,17 @@ def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTr
         OptionError: there is no such module, or there are several.
     """
     config = copy.deepcopy(config)
-    text = config.get_text_config()
-    if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
-        raise _refused(config, "it is a mixture of experts")
-    shorten(text, 1)
-    text.vocab_size, text.pad_token_id = _VOCABULARY, None
     try:
+        text = config.get_text_config()
+        if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
+            raise _refused(config, "it is a mixture of experts")
+        shorten(text, 1)
+        text.vocab_size, text.pad_token_id = _VOCABULARY, 0
         with loading(None), torch.random.fork_rng(devices=()):
             model = build(config).float().eval()
             found = _position_wise(model)
+    except OptionError:
+        raise
     except Exception as error:  # of many classes, from the model's own code
         raise _refused(config, f"a model of one layer cannot be computed: {first_line(error)}") from error
     if len(found) != 1:
@@ -152,8 +154,8 @@ def _refused(config: PretrainedConfig, why: str) -> OptionError:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    stacked = any(parameter.dim() > 2 for parameter in module.parameters())
-    return stacked or any(isinstance(part, nn.ModuleList) for part in module.modules())
+    named = any("expert" in name or "router" in name for name, _ in module.named_modules())
+    return named or any(parameter.dim() > 2 for parameter in module.parameters())
 
 
 @torch.no_grad()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import DRIVERS
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
 from support.helpers import STAGES, make_model, options, paired_rows, tiny_config, train_and_close, zero
 from support.pairwise import pairwise
@@ -15,6 +18,10 @@ from support.split_grid import CHECKPOINTING
 from transformers.activations import SiLUActivation
 
 from alignment import CPOConfig, CPOTrainer
+from alignment.models import tiled_mlp
+from alignment.models.source import ModelSource
+from alignment.planning.activations import Counting, Shape
+from tools.ranks import RankServer
 
 WIDTH = 32  # of the model, and the largest number of tokens of a slice
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -47,7 +54,7 @@ def run_options(folder: Path, stage: str, trained: str, checkpointing: str, **mo
     """Two steps of SGD on two micro-batches of up to 150 tokens; adapters begin at 0, so only the second uses both."""
     sgd = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "max_steps": 2}
     config = zero(1) if stage == "stage1" else STAGES[stage]
-    return options(folder, **sgd, deepspeed=config, **TRAINED[trained], **CHECKPOINTING[checkpointing], **more)
+    return options(folder, **sgd, deepspeed=config, **{**TRAINED[trained], **CHECKPOINTING[checkpointing], **more})
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
