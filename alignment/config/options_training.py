@@ -101,9 +101,7 @@ class MemoryOptions:
     )
     activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
     tiled_mlp: Annotated[Free[bool], OrAuto] = option(
-        AUTO_BY_DEFAULT,
-        "Compute the MLP of each layer in slices of the sequence, which needs less memory and more time: `true`, "
-        "`false`, or `auto`, which is `false` for now.",
+        AUTO_BY_DEFAULT, "Compute the MLP of each layer in slices of the sequence. `auto` is `false` for now."
     )
     memory_rehearsal: Late[Free[Choice]] = option(
         AUTO,

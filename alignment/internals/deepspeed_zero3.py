@@ -131,8 +131,8 @@ def forget_leaf(module: nn.Module) -> None:
 def reduced_by_parameter(chosen: Callable[[nn.Module], bool]) -> Iterator[None]:
     """Let engines that are created within this context reduce gradients of chosen leaf modules one by one.
 
-    They otherwise do so in a backward hook of the leaf. If the input of a leaf requires no gradient, the
-    hook is called before there are gradients, and they are taken to be zero. Seen with DeepSpeed 0.19.8.
+    They otherwise do so in a backward hook of the leaf, which is called before there are gradients if its input
+    requires none. Seen with DeepSpeed 0.19.8.
     """
     from deepspeed.runtime.zero import stage3
 

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,12 +197,6 @@ class ModelSource:
         """The model's name in messages and default folder names."""
         return self.path or self.config.name_or_path or type(self.live).__name__
 
-    def unloaded(self, options: AlignmentConfig) -> Callable[[PretrainedConfig], PreTrainedModel]:
-        """Return what creates a model of this class with random weights from a configuration."""
-        if self.live is not None:
-            return type(self.live)
-        return functools.partial(self.task.auto.from_config, trust_remote_code=options.trust_remote_code)
-
     def load(
         self,
         options: AlignmentConfig,
@@ -323,4 +316,7 @@ def model_source(
     else:
         task.check_live(value, key)
         source = ModelSource(None, value, value.config, kwargs, task)
-    return replace(source, mlp=find_mlp(source.config, source.unloaded(options))) if tiled(options) else source
+    if not tiled(options):
+        return source
+    random = functools.partial(task.auto.from_config, trust_remote_code=options.trust_remote_code)
+    return replace(source, mlp=find_mlp(source.config, random if source.live is None else type(source.live)))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -110,10 +109,6 @@ class _Saved(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         return anchor.new_empty(0)
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
-        return None, None
-
 
 def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> str:
     """Return the name of the MLP in a model's decoder layers, after checking that slices give the same result.
@@ -129,17 +124,15 @@ def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTr
         OptionError: there is no such module, or there are several.
     """
     config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
+        raise _refused(config, "it is a mixture of experts")
     try:
-        text = config.get_text_config()
-        if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
-            raise _refused(config, "it is a mixture of experts")
         shorten(text, 1)
         text.vocab_size, text.pad_token_id = _VOCABULARY, 0
         with loading(None), torch.random.fork_rng(devices=()):
             model = build(config).float().eval()
             found = _position_wise(model)
-    except OptionError:
-        raise
     except Exception as error:  # of many classes, from the model's own code
         raise _refused(config, f"a model of one layer cannot be computed: {first_line(error)}") from error
     if len(found) != 1:
@@ -164,17 +157,14 @@ def _position_wise(model: PreTrainedModel) -> list[str]:
     layers, decoder = decoder_layers(model), decoder_of(model)
     if not layers or decoder is None:
         return []
-    calls: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    calls: dict[str, list[tuple[Any, ...]]] = {}
 
-    def watch(name: str, module: nn.Module) -> None:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name].append((args, kwargs, copy.deepcopy(output)))  # which the layer may change in place
-
-        module.register_forward_hook(hook, with_kwargs=True)
+    def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.setdefault(name, []).append((args, kwargs, copy.deepcopy(output)))  # the layer may change it in place
 
     for name, module in layers[0].named_children():
         if any(True for _ in module.children()):  # neither a norm nor a single linear layer
-            watch(name, module)
+            module.register_forward_hook(functools.partial(record, name), with_kwargs=True)
     decoder(input_ids=torch.randint(_VOCABULARY, _SHAPE), use_cache=False)
     return [name for name, seen in calls.items() if len(seen) == 1 and _same(layers[0].get_submodule(name), *seen[0])]
 

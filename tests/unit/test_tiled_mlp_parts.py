@@ -12,10 +12,12 @@ from deepspeed.utils import z3_leaf_module
 from support.helpers import make_model, options, paired_rows, tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import OptionError
 from alignment.models import tiled_mlp
+from alignment.models.loading import enable_checkpointing
 from alignment.models.tiled_mlp import find_mlp, is_tiled, tile_mlps
 from tools.architectures.tiny import tiny_config as config_of
 
@@ -56,6 +58,14 @@ def test_other_models_are_refused(kind: str, why: str) -> None:
         find_mlp(config_of(kind), AutoModelForCausalLM.from_config)
 
 
+def test_modules_that_mix_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of RWKV do, which add the hidden states of the token before."""
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: plain(self, states + states.roll(1, 1)))
+    with pytest.raises(OptionError, match="no module of a decoder layer can be its MLP"):
+        find_mlp(config_of("llama"), AutoModelForCausalLM.from_config)
+
+
 def test_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
     args = CPOConfig(**options(tmp_path, tiled_mlp=True))
     model = make_model(tmp_path / "model", "moe")
@@ -85,6 +95,18 @@ def test_a_slice_has_at_most_as_many_tokens_as_hidden_states_have_dimensions(mon
     monkeypatch.setattr(tiled_mlp, "checkpoint", None)
     model(IDS[:, :32])
     assert sizes == [32, 32], "a single slice is not recomputed"
+
+
+def test_a_slice_is_recomputed_once() -> None:
+    """In the backward pass of its MLP, not also in the recomputation of its layer."""
+    model, calls = made().train(), []
+    enable_checkpointing(model, None)
+    tile_mlps(model, "mlp")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_pre_hook(lambda *_: calls.append(None))
+    model(IDS).logits.sum().backward()
+    layers, slices = 2, 3
+    assert len(calls) == 2 * layers * slices
 
 
 def test_the_random_state_of_the_device_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
