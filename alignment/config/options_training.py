@@ -103,6 +103,11 @@ class MemoryOptions:
         "Keep the hidden states that gradient checkpointing saves in host memory until the backward pass. All layers "
         "are recomputed.",
     )
+    tiled_mlp: Annotated[Free[bool], OrAuto] = option(
+        AUTO_BY_DEFAULT,
+        "Compute the MLP of each layer in slices of the sequence: `true`, `false`, or `auto`, if a GPU's memory "
+        "requires it.",
+    )
     memory_rehearsal: Late[Free[Choice]] = option(
         AUTO,
         "Compute the largest micro-batch, evaluation batch and rollout before the first step, so that a run that does "

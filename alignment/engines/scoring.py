@@ -40,7 +40,12 @@ from alignment.internals.deepspeed_step import (
     skip_invalid_norm,
     step_in_fp16,
 )
-from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
+from alignment.internals.deepspeed_zero3 import (
+    balanced_module_stack,
+    divide_again,
+    forget_partitioned,
+    reduced_by_parameter,
+)
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
 from alignment.internals.torch import release_pinned_memory
 from alignment.models.attention import without_math_kernel
@@ -49,6 +54,7 @@ from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import Task
+from alignment.models.tiled_mlp import is_tiled
 from alignment.models.tiles.choice import settle
 from alignment.run.ranks import tell
 
@@ -92,7 +98,7 @@ class ScoringEngine:
         self.scorer, self.device = scorer, device()
         partition_whole(scorer, ds_config, self.device)
         # DeepSpeed must not initialize the process group again, and it writes into its configuration, hence the copy.
-        with compiling():  # some of DeepSpeed's features are compiled here
+        with compiling(), reduced_by_parameter(is_tiled):  # some of DeepSpeed's features are compiled here
             self.engine, *_ = deepspeed.initialize(
                 model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
             )

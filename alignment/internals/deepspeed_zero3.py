@@ -6,8 +6,9 @@ Seen with DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,6 +125,24 @@ def forget_leaf(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         vars(parameter).pop("ds_z3_leaf_module", None)
+
+
+@contextlib.contextmanager
+def reduced_by_parameter(chosen: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Let engines that are created within this context reduce gradients of chosen leaf modules one by one.
+
+    They otherwise do so in a backward hook of the leaf, which is called before there are gradients if its input
+    requires none. Seen with DeepSpeed 0.19.8.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    belongs = stage3.z3_leaf_parameter
+
+    def excluded(parameter: Any) -> bool:
+        return belongs(parameter) and not chosen(parameter.ds_z3_leaf_module)
+
+    with mock.patch.object(stage3, "z3_leaf_parameter", excluded):
+        yield
 
 
 def forget_release_plans() -> None:

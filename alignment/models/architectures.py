@@ -7,6 +7,7 @@ reports known reasons earlier. ``docs/reference/architectures.md`` lists every t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -68,3 +69,11 @@ def inner_width(config: PretrainedConfig) -> int:
     """Return the width of the widest feed-forward layer. Gemma 3n has a list with one entry per layer."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return int(max(inner) if isinstance(inner, (list, tuple)) else inner)
+
+
+def shorten(config: Any, layers: int) -> None:
+    """Reduce a configuration to its first decoder layers."""
+    config.num_hidden_layers = layers
+    for name, value in list(vars(config).items()):
+        if name in ("layer_types", "mlp_layer_types", "no_rope_layers") and isinstance(value, list):
+            setattr(config, name, value[:layers])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import zipfile
@@ -23,6 +24,7 @@ from alignment.models.kernels import liger_type, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.tiled_mlp import find_mlp, tile_mlps, tiled
 from alignment.models.vocabulary import Vocabulary
 from alignment.run.retries import is_offline
 
@@ -177,6 +179,7 @@ class ModelSource:
         quantization: how its weights are quantized, planned once the engine is known.
         merged: whether adapters were merged into the live model, so that its name no longer identifies it.
         vocabulary: changes to its vocabulary, applied when the model is loaded; a live model already has them.
+        mlp: name of the MLP in its decoder layers, if it is computed in slices.
     """
 
     path: str | None
@@ -187,6 +190,7 @@ class ModelSource:
     quantization: Quantization | None = None
     merged: bool = False
     vocabulary: Vocabulary = Vocabulary()
+    mlp: str | None = None
 
     @property
     def name(self) -> str:
@@ -209,6 +213,7 @@ class ModelSource:
         # Only a reward model can have a type without kernels; other models have been rejected before.
         if options.use_liger_kernel and liger_type(self.config) is not None:
             put_liger_kernels(model, keywords(options.liger_kernel_config))
+        tile_mlps(model, self.mlp)
         return model
 
     def _loaded(
@@ -301,12 +306,17 @@ def model_source(
             init_kwargs=kwargs,
             task=task,
         )
-        return ModelSource(value, None, config, kwargs, task)
-    if not isinstance(value, PreTrainedModel):
+        source = ModelSource(value, None, config, kwargs, task)
+    elif not isinstance(value, PreTrainedModel):
         raise ModelError(f"{key}: {type(value).__name__} is neither a path nor a transformers model")
-    if value.config.is_encoder_decoder:
+    elif value.config.is_encoder_decoder:
         raise ModelError(
             f"{key}: {type(value).__name__} is an encoder-decoder model; only decoder-only models are supported"
         )
-    task.check_live(value, key)
-    return ModelSource(None, value, value.config, kwargs, task)
+    else:
+        task.check_live(value, key)
+        source = ModelSource(None, value, value.config, kwargs, task)
+    if not tiled(options):
+        return source
+    random = functools.partial(task.auto.from_config, trust_remote_code=options.trust_remote_code)
+    return replace(source, mlp=find_mlp(source.config, random if source.live is None else type(source.live)))

@@ -101,7 +101,7 @@ class Counting:
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
                  chosen_attention(source.config), flash_attn_varlen_func is None, quantized, adapted, dtype, kernel,
-                 rows, checkpointing, dropout, aux_loss)  # fmt: skip
+                 rows, checkpointing, dropout, aux_loss, source.mlp)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 

@@ -21,10 +21,12 @@ from alignment.data.layout import Group, Layout
 from alignment.internals.transformers import chosen_attention, replace_by_4bit, requested_attention
 from alignment.models.adapters.injection import settle
 from alignment.models.adapters.record import Adapters, with_initialization
+from alignment.models.architectures import shorten
 from alignment.models.packed_attention import flash_attn_varlen_func, packed_attention
 from alignment.models.quantization import Quantization
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
+from alignment.models.tiled_mlp import tile_mlps
 from alignment.planning.gpu_terms import attention_backward
 from alignment.planning.live import tagged
 
@@ -55,6 +57,7 @@ def stand_in(
     packed = source.quantization if source.quantization is not None and source.quantization.bits == 4 else None
     if packed is not None:
         replace_by_4bit(model, packed.config)  # as PEFT looks for, before adapters
+    tile_mlps(model, source.mlp)
     scorer = source.task.scorer(model, aux_loss)
     if adapters is not None:
         with warnings.catch_warnings():
@@ -64,14 +67,6 @@ def stand_in(
     if packed is not None:
         _replace_packed(model, packed, dtype)
     return scorer
-
-
-def shorten(config: Any, layers: int) -> None:
-    """Reduce a configuration to its first decoder layers."""
-    config.num_hidden_layers = layers
-    for name, value in list(vars(config).items()):
-        if name in ("layer_types", "mlp_layer_types", "no_rope_layers") and isinstance(value, list):
-            setattr(config, name, value[:layers])
 
 
 class PackedLinear(nn.Module):

@@ -257,7 +257,7 @@ class AlignmentTrainer(TrainerSurface):
         """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.
 
         A live model keeps the effects of training: its trained weights (still partitioned under ZeRO-3), dropout of 0,
-        gradient checkpointing, and a head that can also return log-probs.
+        gradient checkpointing, tiled MLPs, and a head that can also return log-probs.
         """
         self.engines.close()
         if ACTIVITY.status is not None and ACTIVITY.status.path.parent == self.output_dir:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import op_builder
+from deepspeed.utils import set_z3_leaf_module
 from pydantic import ValidationError
 from support.helpers import zero
 from torch import Tensor, nn
@@ -38,12 +39,15 @@ WIDTH = 16
 
 
 class Net(nn.Module):
-    """Blocks of a partitioned weight and a small bias that DeepSpeed keeps gathered."""
+    """Blocks of a partitioned weight and a small bias that DeepSpeed keeps gathered; the first may be a leaf."""
+
+    leaf = False
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
         self.recompute = recompute
+        set_z3_leaf_module(self.blocks[0], self.leaf)
 
     def forward(self, states: Tensor) -> Tensor:
         for block in self.blocks:
@@ -105,6 +109,28 @@ def stack_as_before() -> Iterator[None]:
     yield
     zero3._module_stack()[:] = before
     zero3.forget_release_plans()
+
+
+@pytest.mark.usefixtures("stack_as_before")
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_leaf_whose_input_needs_no_gradient_is_reduced_too_early(chosen: bool) -> None:
+    with mock.patch.object(Net, "leaf", True), zero3.reduced_by_parameter(lambda module: chosen):
+        engine = build(3)
+    weight, found = engine.module[0].blocks[0][0].weight, []
+    assert weight.ds_z3_leaf_module is engine.module[0].blocks[0]
+    for _ in range(2):
+        with deepspeed.zero.GatheredParameters(weight):
+            found.append(weight.detach().clone())
+        with contextlib.nullcontext() if chosen else pytest.raises(RuntimeError, match="must match the size"):
+            engine.backward(engine(batch(engine).detach()))
+            engine.step()
+        if not chosen:
+            break
+    else:
+        decayed = found[0] * (1 - 0.01 * 0.5)
+        assert not torch.allclose(found[1], decayed, rtol=0, atol=1e-5)
+    internals.destroy(engine)
+    zero3.forget_partitioned(engine.module)
 
 
 @pytest.mark.parametrize(

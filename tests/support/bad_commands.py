@@ -64,6 +64,7 @@ OPTIONS = [
         {"auto_find_batch_size": "true", "memory_rehearsal": "false"},
     ),
     Case("a rehearsal of another kind", ("memory_rehearsal='once': must be 'auto'",), {"memory_rehearsal": "once"}),
+    Case("some MLPs", ("tiled_mlp='some': must be true",), {"tiled_mlp": "some"}),
     Case("some layers", ("gradient_checkpointing='some': must be true",), {"gradient_checkpointing": "some"}),
     Case("packing of another kind", ("pack='all': must be 'auto', 'true' or 'false'",), {"pack": "all"}),
     Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
