@@ -101,6 +101,7 @@ def _print(options: AlignmentConfig, given: argparse.Namespace, card: float) -> 
         kernel=given.attention,
     )
     try:
+        run = run.settled()
         if given.json:
             changes = [] if run.fits else run.sufficient_changes
             further = {"longest": run.longest, "changes": [dict(change.options) for change in changes]}

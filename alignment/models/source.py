@@ -24,7 +24,7 @@ from alignment.models.kernels import liger_type, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
-from alignment.models.tiled_mlp import find_mlp, tile_mlps, tiled
+from alignment.models.tiled_mlp import find_mlp, tile_mlps
 from alignment.models.vocabulary import Vocabulary
 from alignment.run.retries import is_offline
 
@@ -197,6 +197,11 @@ class ModelSource:
         """The model's name in messages and default folder names."""
         return self.path or self.config.name_or_path or type(self.live).__name__
 
+    def in_slices(self, options: AlignmentConfig) -> ModelSource:
+        """Return this model with its MLPs computed in slices; raise :class:`OptionError` if they cannot be."""
+        random = functools.partial(self.task.auto.from_config, trust_remote_code=options.trust_remote_code)
+        return replace(self, mlp=find_mlp(self.config, random if self.live is None else type(self.live)))
+
     def load(
         self,
         options: AlignmentConfig,
@@ -316,7 +321,4 @@ def model_source(
     else:
         task.check_live(value, key)
         source = ModelSource(None, value, value.config, kwargs, task)
-    if not tiled(options):
-        return source
-    random = functools.partial(task.auto.from_config, trust_remote_code=options.trust_remote_code)
-    return replace(source, mlp=find_mlp(source.config, random if source.live is None else type(source.live)))
+    return source.in_slices(options) if options.tiled_mlp is True else source

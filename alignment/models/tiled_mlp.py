@@ -24,20 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import OptionError, first_line
-from alignment.config.options import AlignmentConfig
 from alignment.internals.deepspeed_zero3 import forget_leaf
 from alignment.internals.transformers import loading
 from alignment.models.architectures import decoder_of, shorten
 from alignment.models.partitioning import decoder_layers
 
 _SHAPE, _CUT = (2, 8), 5  # rows and tokens of the probe, and the tokens of its slices, which cut across rows
-_VOCABULARY = 32
+_VOCABULARY, _WIDTH = 32, 64  # of the model that is probed, which would take seconds in its own size
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def tiled(options: AlignmentConfig, plan: Any = None) -> bool:
-    """Return whether MLPs are computed in slices. ``auto`` means no until the memory plan decides it."""
-    return options.tiled_mlp is True
 
 
 def tile_mlps(model: PreTrainedModel, name: str | None) -> None:
@@ -130,6 +124,8 @@ def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTr
     try:
         shorten(text, 1)
         text.vocab_size, text.pad_token_id = _VOCABULARY, 0
+        if isinstance(getattr(text, "intermediate_size", None), int):
+            text.intermediate_size = _WIDTH
         with loading(None), torch.random.fork_rng(devices=()):
             model = build(config).float().eval()
             found = _position_wise(model)

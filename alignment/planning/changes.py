@@ -50,6 +50,8 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
         yield Change({"gradient_checkpointing": True}, True, "a third more computation")
     if not options.activation_offloading and options.gradient_checkpointing:
         yield Change({"activation_offloading": True}, True, "hidden states are copied to host memory and back")
+    if options.tiled_mlp is False:
+        yield Change({"tiled_mlp": True}, True, "MLPs are recomputed once more")
     if rows > 1:
         steps = options.gradient_accumulation_steps * rows
         fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}

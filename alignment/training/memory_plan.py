@@ -13,7 +13,8 @@ import psutil
 
 from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.dtypes import Machine, planned, planning_for
-from alignment.config.errors import AlignmentError
+from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.fields import AUTO
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import ranks_of_host
@@ -54,6 +55,7 @@ class RunPlan:
         engines: the engine plan; None to make it.
         rewards: the reward models; None to take them from the options.
         peft_config: PEFT's configuration of the adapters, if the options do not describe them.
+        mlp: name of the MLPs that are computed in slices because the plan says so, see :meth:`settled`.
 
     Raises:
         NotPlanned: by all attributes, if the model cannot be counted.
@@ -72,11 +74,14 @@ class RunPlan:
     engines: EnginePlan | None = None
     rewards: tuple[Frozen, ...] | None = None
     peft_config: Any = None
+    mlp: str | None = None
 
     @functools.cached_property
     def planner(self) -> Planner:
         """The planner of these options."""
         engines = self.engines or self._changed_engines()
+        if self.mlp is not None:
+            engines = replace(engines, source=replace(engines.source, mlp=self.mlp))
         columns = 2 if isinstance(self.options, OnlineOptions) else max(1, len(self.method.completions))
         return Planner(
             self.options,
@@ -101,6 +106,20 @@ class RunPlan:
         """The plan, with as few recomputed layers as fit if the options leave that to the plan."""
         return self.planner.plan(self.tokens, self._recomputed)
 
+    @functools.cached_property
+    def tiled(self) -> RunPlan:
+        """The plan with MLPs in slices if ``tiled_mlp`` leaves that to the plan and the model supports it."""
+        if self.options.tiled_mlp != AUTO or self.mlp is not None:
+            return self
+        try:
+            return replace(self, mlp=self.policy.in_slices(self.options).mlp)
+        except OptionError:
+            return self
+
+    def settled(self) -> RunPlan:
+        """Return the plan with MLPs in slices if the run does not fit otherwise, and takes less memory with them."""
+        return self if self.fits or self.tiled.plan.peak() >= self.plan.peak() else self.tiled
+
     @property
     def _recomputed(self) -> int | None:
         if self.options.gradient_checkpointing == "auto" and not self.options.activation_offloading:
@@ -116,7 +135,7 @@ class RunPlan:
     def longest(self) -> int:
         """The longest sequences that fit, in tokens; 0 if none do."""
         free = self.options.gradient_checkpointing == "auto"
-        return self.planner.longest_that_fits(self.card, self.memory, self.plan.layers if free else None)
+        return self.tiled.planner.longest_that_fits(self.card, self.memory, self.plan.layers if free else None)
 
     @property
     def checkpointed_layers(self) -> int:
@@ -161,6 +180,8 @@ class RunPlan:
     def lines(self) -> Iterator[str]:
         """Yield the plan as a table, the longest sequences that fit, and the changes with which the run fits."""
         yield from lines(self.plan, self.card, self.memory)
+        if self._slices:
+            yield self._slices.strip(", ")
         yield f"longest sequences that fit: {f'{self.longest} tokens' if self.longest else 'none'}"
         if not self.fits:
             found = self.changes()
@@ -170,10 +191,14 @@ class RunPlan:
 
     def describe(self) -> str:
         """Return a line for the start of a run, with the changes if it does not fit."""
-        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}"
+        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}{self._slices}"
         if self.fits:
             return text
         return f"warning: {text}; with one of these it fits: {'; '.join(self.changes()) or 'no known change'}"
+
+    @property
+    def _slices(self) -> str:
+        return "" if self.mlp is None else ", tiled_mlp: auto computes MLPs in slices"
 
     def compared(self, phases: Mapping[str, Mapping[str, float]]) -> str:
         """Return the predicted and the measured peak of each phase, from the totals of phases."""
@@ -254,8 +279,10 @@ def plan_memory(
         peft_config=None if described or adapters is None else adapters.config,
     )
     try:
-        run.plan  # noqa: B018 - what cannot be planned is found here
+        run = run.settled()
     except NotPlanned as error:
         tell(f"memory plan: {error}")
         return None
+    if run.mlp is not None:
+        models.engines = replace(models.engines, source=replace(models.engines.source, mlp=run.mlp))
     return run

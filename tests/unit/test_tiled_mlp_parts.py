@@ -18,7 +18,7 @@ from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import OptionError
 from alignment.models import tiled_mlp
 from alignment.models.loading import enable_checkpointing
-from alignment.models.tiled_mlp import find_mlp, is_tiled, tile_mlps, tiled
+from alignment.models.tiled_mlp import find_mlp, is_tiled, tile_mlps
 from tools.architectures.tiny import tiny_config as config_of
 
 IDS = torch.arange(2, 82)[None] % 40
@@ -71,12 +71,6 @@ def test_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "moe")
     with pytest.raises(OptionError, match="^tiled_mlp: mixtral models are not supported"):
         CPOTrainer(model=model, args=args, train_dataset=paired_rows(4))
-
-
-@pytest.mark.parametrize(("value", "expected"), [("auto", False), (False, False), (True, True)])
-def test_auto_is_false_for_now(value: Any, expected: bool) -> None:
-    assert tiled(CPOConfig(tiled_mlp=value)) is expected
-    assert CPOConfig().tiled_mlp == "auto"
 
 
 def test_layers_that_differ_are_refused() -> None:
