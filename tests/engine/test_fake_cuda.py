@@ -28,7 +28,7 @@ METHODS = ("KTO", "CPO", "DPO", "OnlineDPO", "SFT", "Reward")
 FURTHER = (
     *("CPO/lora", "OnlineDPO/lora", "Reward/lora", "KTO/qlora", "DPO/qlora", "SFT/qlora", "OnlineDPO/qlora"),
     *("KTO/stage3", "KTO/reference-offload", "KTO/dora", "CPO/offload", "CPO/optimizer-offload", "DPO/precomputed"),
-    *("DPO/reentrant", "DPO/activations", "OnlineDPO/lora-stage3", "SFT/int8"),
+    *("DPO/reentrant", "DPO/activations", "OnlineDPO/lora-stage3", "SFT/int8", "CPO/tiled"),
 )
 
 

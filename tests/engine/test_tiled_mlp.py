@@ -12,12 +12,14 @@ import torch
 from conftest import DRIVERS
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
+from support.data_tokenizers import PLAIN, char_tokenizer
 from support.helpers import STAGES, make_model, options, paired_rows, tiny_config, train_and_close, zero
 from support.pairwise import pairwise
 from support.split_grid import CHECKPOINTING
+from transformers import AutoModelForCausalLM
 from transformers.activations import SiLUActivation
 
-from alignment import CPOConfig, CPOTrainer
+from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer
 from alignment.models import tiled_mlp
 from alignment.models.source import ModelSource
 from alignment.planning import activations
@@ -55,7 +57,7 @@ def run_options(folder: Path, stage: str, trained: str, checkpointing: str, **mo
     """Two steps of SGD on two micro-batches of up to 150 tokens; adapters begin at 0, so only the second uses both."""
     sgd = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "max_steps": 2}
     config = zero(1) if stage == "stage1" else STAGES[stage]
-    return options(folder, **sgd, deepspeed=config, **{**TRAINED[trained], **CHECKPOINTING[checkpointing], **more})
+    return options(folder, **{**sgd, "deepspeed": config, **TRAINED[trained], **CHECKPOINTING[checkpointing], **more})
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,6 +129,26 @@ def test_slices_are_recomputed_with_their_own_dropout_masks(
     monkeypatch.setattr(tiled_mlp, "checkpoint", lambda compute, *args, **_: compute(*args))
     expected = trained_weights(model, tmp_path / "stored", *case, tiled_mlp=True, **dropout)
     assert_equal_updates(found, expected, {})
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("own_process_group")
+@pytest.mark.parametrize("placement", ["sharded", "replica"])
+def test_references_and_evaluations_are_computed_in_slices(
+    placement: str, model: str, tmp_path: Path, slices: list[int]
+) -> None:
+    """Also those of a live model, which is computed as a whole in its next run."""
+    live, losses = AutoModelForCausalLM.from_pretrained(model), []
+    for number, tiles in enumerate((True, False)):
+        more = {"tiled_mlp": tiles, "ref_placement": placement, "learning_rate": 0.0, "eval_on_start": True}
+        args = DPOConfig(**run_options(tmp_path / str(number), "stage2", "whole", "checkpointed", **more))
+        rows, tokenizer = paired_rows(8), char_tokenizer(template=PLAIN)
+        trainer = DPOTrainer(live, args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+        slices.clear()
+        train_and_close(trainer)
+        assert (max(slices) <= WIDTH) == tiles
+        losses += [record["eval_logps/chosen"] for record in trainer.state.log_history if "eval_loss" in record]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_ranks_may_have_different_numbers_of_slices(model: str, tmp_path: Path, ranks: RankServer) -> None:

@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"deepspeed": STAGES["stage2"], **_LORA, "load_in_8bit": True},
     "dora": {"deepspeed": STAGES["stage2"], **_LORA, "use_dora": True},
     "activations": {"deepspeed": STAGES["stage2"], **_LORA, "activation_offloading": True},
+    "tiled": {"deepspeed": STAGES["stage3"], **_LORA, "disable_dropout": False, "tiled_mlp": True},
     "reentrant": {"deepspeed": STAGES["stage2"], **_LORA, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
 KERNELS = torch.library.Library("aten", "IMPL")  # for operations that only a GPU has
