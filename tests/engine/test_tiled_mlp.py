@@ -35,6 +35,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "only MLPs": {**LORA, "lora_target_modules": MLP},
     "only the first MLP": {**LORA, "lora_target_modules": r".*layers\.0\.mlp\.\w+_proj"},
     "4 bits": {**LORA, "load_in_4bit": True},
+    "8 bits": {**LORA, "load_in_8bit": True},
 }
 GRID = pairwise(
     {

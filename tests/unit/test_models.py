@@ -245,7 +245,7 @@ def test_live_models_that_need_care(monkeypatch: pytest.MonkeyPatch) -> None:
         model_source(t5, "k", KTOConfig("out"))
     prepared = mock.Mock()
     monkeypatch.setattr(source, "prepare_quantized", prepared)
-    model: Any = SimpleNamespace(peft_config={"default": None}, parameters=lambda: ["weight"])
+    model: Any = SimpleNamespace(peft_config={"default": None}, parameters=lambda: ["weight"], modules=list)
     packed: Any = ModelSource(None, model, LlamaConfig(), {}, quantization="plan")  # type: ignore[arg-type]
     assert packed.load(KTOConfig("out"), torch.float32, {}, CPU) is model
     prepared.assert_called_once_with(model, "plan")
