@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from support.helpers import make_model, options, train_and_close, unpaired_rows,
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.dtypes import Machine, planning_for
+from alignment.models.tiled_mlp import is_tiled
 from alignment.planning import engines, placing
 from alignment.planning.gpu_terms import CONTEXT, usable_bytes
 from alignment.planning.plan import Frozen
@@ -92,7 +94,7 @@ def test_a_run_that_does_not_fit_names_changes(
     assert run is not None
     least = run.planner.plan(run.tokens, 4).peak(reserve=True)
     with_card(monkeypatch, least - 1)
-    warned = trainer(tmp_path / "b", model, per_device_train_batch_size=8)
+    warned = trainer(tmp_path / "b", model, per_device_train_batch_size=8, tiled_mlp=False)
     found = warned.context.memory_plan
     assert found is not None and not found.fits and found.max_tokens is not None
     assert {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16} in [
@@ -100,6 +102,23 @@ def test_a_run_that_does_not_fit_names_changes(
     ]
     train_and_close(warned)
     assert "warning: memory plan: does not fit: " in capsys.readouterr().out
+
+
+def test_mlps_are_computed_in_slices_if_the_run_does_not_fit_otherwise(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path / "a", model, per_device_train_batch_size=8).context.memory_plan
+    assert run is not None and run.mlp is None and run.tiled.plan.checkpointed == 0
+    whole, slices = (one.planner.plan(run.tokens, 4).peak(reserve=True) for one in (run, run.tiled))
+    assert slices < whole
+    with_card(monkeypatch, slices)
+    sliced = trainer(tmp_path / "b", model, per_device_train_batch_size=8)
+    assert (found := sliced.context.memory_plan) is not None and found.fits and found.mlp == "mlp"
+    with contextlib.closing(sliced):
+        sliced.train()
+        assert sum(map(is_tiled, sliced.model.modules())) == 4
+    assert "tiled_mlp: auto computes MLPs in slices" in capsys.readouterr().out
 
 
 def test_changes_are_planned_without_the_other_ranks(
