@@ -31,7 +31,7 @@ from tools.architectures.tiny import tiny_config
 from tools.ranks import RankServer
 
 Planned = Mapping[str, Mapping[str, float]]
-Measure = Callable[[MemoryCase, bool], dict[str, Any]]
+Measure = Callable[..., dict[str, Any]]
 WITHOUT_ENGINE, WITH_ENGINE = (-0.01, 0.06), (-0.03, 0.10)
 # Phases of a run that the plan has under another name, or under one name.
 SAME = {"kl": "reference", "eval reference": "reference", "eval kl": "reference", "eval rollout": "rollout"}
@@ -65,9 +65,9 @@ def wrong(planned: Planned, peaks: Mapping[str, int], within: tuple[float, float
 
 @pytest.fixture
 def measure(ranks: RankServer, tmp_path: Path) -> Measure:
-    def measured(case: MemoryCase, engine: bool) -> dict[str, Any]:
-        spec = tmp_path / "spec.json"
-        spec.write_text(json.dumps({"library": str(library()), "runs": [{"seed": case.seed, "engine": engine}]}))
+    def measured(case: MemoryCase, engine: bool, **options: Any) -> dict[str, Any]:
+        spec, run = tmp_path / "spec.json", {"seed": case.seed, "engine": engine, "options": options}
+        spec.write_text(json.dumps({"library": str(library()), "runs": [run]}))
         ranks.run(DRIVERS / "memory_runs.py", spec, nproc=case.ranks if engine else 1, timeout=900)
         found = [json.loads(file.read_text()).popitem()[1] for file in sorted(tmp_path.glob("rank*.json"))]
         names = found[0]["peaks"]
@@ -133,3 +133,16 @@ def test_every_run_takes_the_planned_memory(measure: Measure, case: MemoryCase) 
             for phase, parts in found["planned"].items()
         }
         assert wrong(halved, found["peaks"], WITH_ENGINE), "states of fp32 are not those of 16 bits"
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        pytest.param(1022, {"tiled_mlp": True, "activation_offloading": True}, marks=pytest.mark.ci),
+        pytest.param(1022, {"tiled_mlp": True}, marks=pytest.mark.slow),
+        pytest.param(176, {"tiled_mlp": True, "activation_offloading": True}, marks=pytest.mark.slow),
+        pytest.param(176, {"activation_offloading": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_less_memory_per_token(measure: Measure, seed: int, options: dict[str, bool]) -> None:
+    check(measure(MemoryCase.of(seed), True, **options), WITH_ENGINE)

@@ -73,7 +73,7 @@ def test_a_run_finds_the_rows(
     evaluation = ("--dataset_test_split", "train[:5]", "--eval_strategy", "steps")
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
-    assert "compute dtype bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
+    assert "compute dtype bfloat16" in out and "rows per step: 8" in out and "replica (2 bytes" in out
     assert f"Planned for 4 ranks with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
     assert not (tmp_path / "out").exists()
     before = tree(cache)

@@ -44,8 +44,10 @@ def planner_of(case: MemoryCase, trainer: AlignmentTrainer) -> Planner:
 
 
 def with_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:
-    """Return the plan of the run."""
-    return planner_of(case, trainer).plan(case.length, case.checkpointed).gpu
+    """Return the plan of the run. Host memory, where hidden states may be, is the same here."""
+    plan = planner_of(case, trainer).plan(case.length, case.checkpointed)
+    kept = {"hidden states": plan.host["train"].get("hidden states", 0.0)}
+    return {name: {**parts, **(kept if name not in ("load", "reference") else {})} for name, parts in plan.gpu.items()}
 
 
 def without_engine(case: MemoryCase, trainer: AlignmentTrainer) -> Phases:

@@ -6,9 +6,11 @@ has counted in ``HF_HOME``; without that, all tables take about six minutes.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.registry import METHODS
@@ -24,14 +26,12 @@ LENGTHS = (1024, 2048, 4096, 8192)
 CARDS = (12, 16, 24, 48)
 _LEAST = 256  # tokens: fewer are of no use
 GPU = Machine(1, cuda=True, reads_weights=False)
-# The tables of each page, with their attention kernels and cards.
-PAGES: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
-    "README.md": {"24 GB": ("flash", (24,))},
-    "docs/guides/memory.md": {
-        "flash attention": ("flash", CARDS),
-        "memory-efficient attention": ("efficient", CARDS),
-        "math attention": ("math", CARDS),
-    },
+# What takes less memory for long sequences, by its name in the table.
+REACH: dict[str, dict[str, Any]] = {
+    "neither": {},
+    "`tiled_mlp`": {"tiled_mlp": True},
+    "`activation_offloading`": {"activation_offloading": True},
+    "both": {"tiled_mlp": True, "activation_offloading": True},
 }
 
 
@@ -44,9 +44,10 @@ class Row:
         model: folder of its configuration.
         quantized: whether the base weights are in 4 bits.
         kernel: attention kernel.
+        more: further options.
     """
 
-    def __init__(self, model: str, quantized: bool, kernel: str = "flash") -> None:
+    def __init__(self, model: str, quantized: bool, kernel: str = "flash", **more: Any) -> None:
         from alignment.training.arguments import model_sources
         from alignment.training.memory_plan import RunPlan
 
@@ -60,6 +61,7 @@ class Row:
             per_device_train_batch_size=1,
             gradient_accumulation_steps=32,
             deepspeed="zero2",
+            **{"tiled_mlp": False, **more},
         )
         method = METHODS.trainer(options).method_class(options)
         policy, reference = model_sources(path, None, options, method.needs_reference, method.task)
@@ -95,10 +97,35 @@ def fitting(kernel: str, cards: tuple[int, ...]) -> Iterator[str]:
     yield from (head, "|---|---|" + "--:|" * (len(LENGTHS) + len(cards)), *rows)
 
 
+def reaching() -> Iterator[str]:
+    """Yield the lines of a table: the longest sequences by GPU and by what takes less memory, with 4-bit weights."""
+
+    def row(model: str, name: str) -> Iterator[str]:
+        with planning_for(GPU):
+            found = Row(model, quantized=True, **REACH[name])
+            yield from (model, name)
+            yield from (f"{tokens:,}" if (tokens := found.longest(card)) else "–" for card in CARDS)
+
+    head = f"model | with | {' | '.join(f'longest on {card} GB' for card in CARDS)}"
+    first, _, *rows = table(head, (tuple(row(model, name)) for model in MODELS for name in REACH))
+    yield from (first, "|---|---|" + "--:|" * len(CARDS), *rows)
+
+
+# The tables of each page.
+PAGES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
+    "README.md": {"24 GB": functools.partial(fitting, "flash", (24,))},
+    "docs/guides/memory.md": {
+        "flash attention": functools.partial(fitting, "flash", CARDS),
+        "memory-efficient attention": functools.partial(fitting, "efficient", CARDS),
+        "math attention": functools.partial(fitting, "math", CARDS),
+    },
+    "docs/guides/long-sequences.md": {"long sequences": reaching},
+}
+
+
 def written(text: str, page: str, title: str) -> str:
     """Return the text of a page with one of its tables written again."""
-    kernel, cards = PAGES[page][title]
-    lines = "\n".join(fitting(kernel, cards))
+    lines = "\n".join(PAGES[page][title]())
     place = re.compile(rf"(?<=<!-- what fits: {title} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     assert len(place.findall(text)) == 1, f"{page} has no place for the table {title}"
     return place.sub(lambda _: f"\n{lines}\n\n", text)

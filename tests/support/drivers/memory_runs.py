@@ -1,7 +1,7 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
-Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits", "only_plan"}]}``. Rank N writes
-``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside it: what the plan says, and bytes beyond
+Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits", "only_plan", "options"}]}``. Rank N
+writes ``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside it: what the plan says, and bytes beyond
 those in use before the model was loaded, at the peak and at the end of each phase. With an engine, the trainer runs
 from loading to two steps and an evaluation. Without one, the model that the trainer loads computes one micro-batch
 forward and backward.
@@ -164,7 +164,7 @@ def main() -> None:
         case = MemoryCase.of(run["seed"])
         name = f"{case.seed}-{'engine' if run['engine'] else 'model'}"
         further = {} if run["engine"] else {"deepspeed": {"zero_optimization": {"stage": 0}}}
-        trainer = trainer_of(case, spec.parent / name, **further)
+        trainer = trainer_of(case, spec.parent / name, **further, **run.get("options", {}))
         kind = memory_predictions.with_engine if run["engine"] else memory_predictions.without_engine
         try:
             found[name] = {"planned": kind(case, trainer)}
