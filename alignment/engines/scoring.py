@@ -40,7 +40,7 @@ from alignment.internals.deepspeed_step import (
     skip_invalid_norm,
     step_in_fp16,
 )
-from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
+from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_order, forget_partitioned
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
 from alignment.internals.torch import release_pinned_memory
 from alignment.models.attention import without_math_kernel
@@ -306,6 +306,8 @@ def checked(engine: Engine, task: Task, pack: str = "false", say: bool = True) -
         if pack != "false":
             _pack(engine, pack, say)
         engine.release()
+        if engine.partitioned:
+            forget_order(engine.engine)  # of the check's passes
     except BaseException as error:
         engine.close()
         # Out of memory, lost ranks and device errors have their own classes.

@@ -208,7 +208,7 @@ class Phases:
         trend, _ = self.run.activations(model.source, shape, gradients=False, stats=False)
         held, live = added(self._placed(model)) if model.alone else self._always, Parts()
         if model.placement != "replica":
-            live = self._gathered(weights, offloaded=model.placement == "offload", ahead=0)
+            live = self._gathered(weights, offloaded=model.placement == "offload", ahead=weights.layer)
         return added(held, live, trend.of(weights.layers))
 
     def _rollout(self) -> Parts:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
-from support.helpers import make_model, options, unpaired_rows
+from support.helpers import make_model, options, tiny_config, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import alignment
+from alignment.config import deepspeed as deepspeed_config
 from alignment.config.errors import ModelError
 from alignment.engines.scoring import FrozenEngine
 from alignment.models.partitioning import decoder_layers
@@ -22,9 +23,11 @@ from alignment.references.base import RowIds
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
-def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:
+def built(folder: Path, placement: str, config: Any = None, **more: Any) -> tuple[Any, Any, RowIds]:
     """A reference with a separate engine, a batch, and its rows."""
     model, reference = make_model(folder / "model"), make_model(folder / "reference", "untied", seed=1, layers=3)
+    if config is not None:
+        AutoModelForCausalLM.from_config(config).save_pretrained(reference)
     args = alignment.KTOConfig(**options(folder, ref_placement=placement, **more))
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
     data, plan = trainer.data.train, trainer.planned.engines.reference
@@ -66,6 +69,43 @@ def test_leaf_layers_give_bitwise_equal_results(
         assert not any(hasattr(p, "ds_z3_leaf_module") for p in model.parameters()), "forget_leaf has seen to it"
     assert all(torch.equal(found[0], one) for one in found[1:])
     assert 3 * counts[0] < counts[1], counts
+
+
+@pytest.mark.parametrize("placement", ["sharded", "offload"])
+def test_the_whole_next_layer_is_fetched_while_one_computes(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a layer of 28 h^2 parameters, of which "auto" fetched 12 h^2 before; and at most one further weight."""
+    monkeypatch.setattr(deepspeed_config, "_LEAST_BUCKET", 0)
+    keys = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **dict.fromkeys(keys, "auto")}
+    if placement == "offload":
+        zero["offload_param"] = {"device": "cpu"}
+    config = tiny_config("untied", 7)
+    config.intermediate_size = 8 * config.hidden_size
+    reference, batch, ids = built(tmp_path, placement, config, ref_deepspeed={"zero_optimization": zero})
+    model = reference.engine.scorer.model
+    layers, found = decoder_layers(model), []
+
+    def look(layer: torch.nn.Module, *_: Any) -> None:
+        number = layers.index(layer)
+        found.append([[status(p) for p in each.parameters()] for each in layers[number : number + 3]])
+
+    def status(parameter: Any) -> str:
+        return str(parameter.ds_status.name)
+
+    for _ in range(2):  # DeepSpeed learns the order of the layers
+        reference.sequence_logps(batch.joint, ids)
+    for layer in layers:
+        layer.register_forward_pre_hook(look)
+    reference.sequence_logps(batch.joint, ids)
+    assert {status(p) for layer in layers for p in layer.parameters()} == {"NOT_AVAILABLE"}, "none are kept"
+    assert len(found) == len(layers)
+    for own, *ahead in found:
+        assert {*own} == {"AVAILABLE"}
+        assert all("NOT_AVAILABLE" not in following for following in ahead[:1])
+        assert all(after.count("NOT_AVAILABLE") >= len(own) - 1 for after in ahead[1:])
+    reference.close()
 
 
 def test_a_live_model_is_unchanged_if_its_engine_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
