@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alignment.data.layout import Group, Layout
 from alignment.data.packed_rows import PackedRows
@@ -76,7 +77,7 @@ class Batch(OnDevice):
         :class:`~alignment.data.layout.Layout`. A batch that has other inputs is returned unchanged.
         """
         ids = self.inputs["input_ids"]
-        if not self.sizes or self.inputs.keys() - {"input_ids", "attention_mask"} or ids.device.type != "cpu":
+        if not self.sizes or self.inputs.keys() - PADDED_INPUTS or ids.device.type != "cpu":
             return self
         layout = Layout.of(self.sizes, self.groups if share else ())
         row = ids.new_empty((1, layout.pieces[-1].stop))
@@ -147,6 +148,48 @@ def collate(
         ),
         sizes=tuple(sizes.tolist()),
         groups=tuple(_group([rows[number] for number in group], input_ids, sizes) for group in groups),
+    )
+
+
+PADDED_INPUTS = frozenset({"input_ids", "attention_mask"})
+
+
+def merged(batches: Sequence[Batch]) -> Batch:
+    """Return the sequences of several batches in their order as one batch, padded to the longest of all.
+
+    The batches are padded themselves, on the host, and have no inputs but ``PADDED_INPUTS``.
+    """
+    width = max(each.inputs["input_ids"].shape[1] for each in batches)
+    parts, groups = [], []
+    row = sequence = 0
+    for each in batches:
+        count, old = each.inputs["input_ids"].shape
+
+        def moved(places: Tensor, row: int = row, old: int = old) -> Tensor:
+            return (row + places.div(old, rounding_mode="floor")) * width + places % old
+
+        parts.append(
+            replace(
+                each,
+                inputs={name: pad(value, (0, width - old)) for name, value in each.inputs.items()},
+                positions=moved(each.positions),
+                ends=moved(each.ends),
+                segments=each.segments + sequence,
+            )
+        )
+        groups += [Group(tuple(row + number for number in group.sequences), group.prefix) for group in each.groups]
+        row, sequence = row + count, sequence + len(each.lengths)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    return Batch(
+        inputs={name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs},
+        longest=sum(part.longest for part in parts),
+        blocks=tuple(block for part in parts for block in part.blocks),
+        sizes=tuple(size for part in parts for size in part.sizes),
+        groups=tuple(groups),
+        **{name: joined(name) for name in ("positions", "targets", "segments", "lengths", "ends")},
     )
 
 

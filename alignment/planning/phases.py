@@ -55,26 +55,44 @@ class Phases:
         for model in self.run.frozen:
             gpu[model.phase] = max(gpu.get(model.phase, {}), self._frozen(model), key=total)
         if isinstance(self.run.engines.reference, AdapterReferencePlan):
-            gpu["reference"] = self._scoring(self._referenced, stats=False)
+            gpu["reference"] = self._scoring(self._referenced(), stats=False)
+        together = self._together(gpu)
         gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
         host = {name: self._host(name) for name in gpu}
-        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
+        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers, together)
+
+    def _together(self, gpu: dict[str, Parts]) -> int:
+        """Merge the micro-batches of the reference as long as other phases need as much; return how many at a time."""
+        count, most = micro_batches(self.run.options), max(total(gpu[name]) for name in gpu if name != "reference")
+        model = next((each for each in self.run.frozen if each.phase == "reference"), None)
+        if self.brief or count == 1 or model is None or model.alone or model.placement == "replica":
+            return 1
+        parts = functools.partial(self._frozen, model)
+        least, whole = total(parts(1)), total(parts(count))
+        together = count
+        if whole > max(least, most):
+            together = max(1, int(1 + (count - 1) * (most - least) / (whole - least)))
+        while together > 1 and total(parts(together)) > most:
+            together -= 1
+        together = -(-count // -(-count // together))  # passes of about the same size
+        gpu["reference"] = parts(together)
+        return together
 
     # Shapes ---------------------------------------------------------------------------------------------------------
 
-    def _shape(self, rows: int, each: int) -> Shape:
+    def _shape(self, rows: int, each: int, together: int = 1) -> Shape:
         sequences, budget = rows * each, self.run.options.max_tokens_per_batch
         if budget is not None:
             sequences = min(sequences, max(each, budget // self.tokens))
+        sequences *= together
         return Shape(sequences, self.tokens, max(1, int(sequences * (self.tokens - 1) * self.run.scored)))
 
     @functools.cached_property
     def _trained(self) -> Shape:
         return self._shape(self.run.options.per_device_train_batch_size, self.run.sequences)
 
-    @functools.cached_property
-    def _referenced(self) -> Shape:
-        return self._shape(self.run.options.per_device_train_batch_size, self.run.referenced)
+    def _referenced(self, together: int = 1) -> Shape:
+        return self._shape(self.run.options.per_device_train_batch_size, self.run.referenced, together)
 
     @functools.cached_property
     def _evaluated(self) -> Shape:
@@ -199,10 +217,10 @@ class Phases:
         trend, _ = self.run.activations(self.run.engines.source, shape, gradients=False, stats=stats)
         return added(self._always, self._live, trend.of(self.weights.layers))
 
-    def _frozen(self, model: Frozen) -> Parts:
-        """A pass of a reference or a reward model."""
+    def _frozen(self, model: Frozen, together: int = 1) -> Parts:
+        """A pass of a reference, over this many micro-batches, or of a reward model."""
         weights = self.run.weights_of(model.source)
-        shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
+        shape = self._referenced(together) if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
         trend, _ = self.run.activations(model.source, shape, gradients=False, stats=False)

@@ -18,6 +18,7 @@ from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.phases import Phases
 from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
+from alignment.references.engine import ReferencePasses
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
 from alignment.run.ranks import rank
@@ -55,6 +56,7 @@ class WindowPass:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
         # The micro-batch that ran out of memory: its number of rows, and the number of tokens of each sequence.
         self.failed: tuple[int, tuple[int, ...]] = (0, ())
+        self.passes = ReferencePasses()
         self._safe_point = SafePoint()
         self._again: Callable[[], None] | None = None
 
@@ -128,7 +130,10 @@ class WindowPass:
                 batches = progress.watch(batches, self.method.passes)
             watched = Watched(batches, self._safe_point)
             try:
-                window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+                together = self._together(train)
+                window = Window(
+                    watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data), together, rehearses
+                )
                 known = self.method.before_training(window)
                 losses: list[_Rows] = []
                 self._again = None
@@ -148,6 +153,11 @@ class WindowPass:
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.sources)
         return WindowResult(items, plan.counts)
+
+    def _together(self, train: bool) -> int:
+        """Return the number of micro-batches in a forward pass of the reference, by their rows in an evaluation."""
+        found, options = self.passes.together, self.method.options
+        return found if train else max(1, found * options.per_device_train_batch_size // options.eval_batch_size)
 
     def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
         """Return plan and batches to rehearse; a method that generates its own rows replaces them by its limits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import alignment
 from alignment.config import deepspeed as deepspeed_config
 from alignment.config.errors import ModelError
+from alignment.engines.phases import Phases
 from alignment.engines.scoring import FrozenEngine
 from alignment.models.partitioning import decoder_layers
 from alignment.references import engine as references
 from alignment.references.base import RowIds
+from alignment.training.method import Models, Window
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -105,6 +108,58 @@ def test_the_whole_next_layer_is_fetched_while_one_computes(
         assert {*own} == {"AVAILABLE"}
         assert all("NOT_AVAILABLE" not in following for following in ahead[:1])
         assert all(after.count("NOT_AVAILABLE") >= len(own) - 1 for after in ahead[1:])
+    reference.close()
+
+
+@pytest.mark.parametrize(
+    ("placement", "pack", "together", "passes"),
+    [("offload", "auto", 2, 3), ("sharded", "false", 3, 2), ("offload", "false", 9, 1), ("replica", "auto", 2, 5)],
+)
+def test_micro_batches_of_a_reference_that_share_a_pass(
+    placement: str, pack: str, together: int, passes: int, tmp_path: Path
+) -> None:
+    """Replicas have nothing to transfer. The mismatched completions of KTO are in the same passes."""
+    model, reference = (make_model(tmp_path / name, seed=seed) for name, seed in (("model", 0), ("reference", 1)))
+    more = {"ref_placement": placement, "pack": pack, "gradient_accumulation_steps": 5}
+    args = alignment.KTOConfig(**options(tmp_path, **more))
+    trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(20))
+    data, plan = trainer.data.train, trainer.data.sampler.plan(0, 0)
+    batches: list[Any] = [trainer.method.kind.collate(data.dataset, plan, micro, 0) for micro in range(5)]
+    built = trainer.planned.engines.reference.build(args)
+    calls: list[int] = []
+    built.engine.scorer.register_forward_pre_hook(lambda *_: calls.append(1))
+    models: Any = Models(None, built)  # type: ignore[arg-type]
+
+    def asked(several: int, tokens: bool, rehearses: bool = False) -> list[torch.Tensor]:
+        calls.clear()
+        sums: Any = None
+        phases = Phases(built.engine.device)
+        window = Window(batches, plan.counts, models, sums, phases, data.key, several, rehearses)
+        found = window.reference_logps(trainer.method.reference_sequences, tokens=tokens)
+        assert phases.records["reference"].tokens == sum(batch.joint.tokens for batch in batches)
+        return found
+
+    for tokens in (False, True):
+        single = asked(1, tokens)
+        assert len(calls) == 5
+        for rehearses in (False, True):
+            several = asked(together, tokens, rehearses)
+            assert len(calls) == passes
+            for one, other, batch in zip(single, several, batches, strict=True):
+                assert len(one) == len(batch.joint.targets if tokens else batch.joint.lengths)
+                torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-5 if not tokens else 1e-6)
+    trainer.close()
+    built.close()
+
+
+def test_inputs_that_cannot_be_padded_are_not_merged(tmp_path: Path) -> None:
+    reference, batch, ids = built(tmp_path, "sharded")
+    joint = batch.joint
+    count, width = joint.inputs["input_ids"].shape
+    further = replace(joint, inputs=joint.inputs | {"position_ids": torch.arange(width).expand(count, width)})
+    alone = reference.sequence_logps(joint, ids)
+    for found in reference.logps_of_each([further, further], tokens=False):
+        torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-5)
     reference.close()
 
 
