@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import DRIVERS
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
 from support.helpers import make_model, options, tiny_config, unpaired_rows
+from support.split_runs import run as split_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import alignment
@@ -22,6 +25,7 @@ from alignment.models.partitioning import decoder_layers
 from alignment.references import engine as references
 from alignment.references.base import RowIds
 from alignment.training.method import Models, Window
+from tools.ranks import RankServer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -150,6 +154,31 @@ def test_micro_batches_of_a_reference_that_share_a_pass(
                 torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-5 if not tokens else 1e-6)
     trainer.close()
     built.close()
+
+
+def test_two_ranks_share_passes(tmp_path: Path, ranks: RankServer) -> None:
+    """Also in the last window and in an evaluation, where a rank has micro-batches without rows."""
+    models = {name: make_model(tmp_path / name, seed=seed) for name, seed in (("tied", 0), ("reference", 1))}
+    runs = []
+    for method, placement in (("KTO", "offload"), ("DPO", "sharded"), ("OnlineDPO", "offload")):
+        for together in (1, 3):
+            run = split_run(f"{method}-{together}", method, models, "stage2", 1, 4, folder=str(tmp_path))
+            run["args"]["ref_placement"] = placement
+            runs.append(run | {"together": together, "eval": run["train"][:7]})
+    (tmp_path / "spec.json").write_text(json.dumps(runs))
+    done = ranks.run(DRIVERS / "runs.py", tmp_path / "spec.json", timeout=300)
+    assert done.stdout.count("reference: 3 micro-batches in a forward pass") == 3
+    for first, second in zip(runs[::2], runs[1::2]):
+        single, several = (
+            json.loads((tmp_path / f"{each['name']}.json").read_text())["log"] for each in (first, second)
+        )
+        assert len(single) == len(several) > 2
+        for own, other in zip(single, several):
+            timed = ("runtime", "per_second", "time", "memory", "bytes")
+            names = [name for name, value in own.items() if type(value) is float and not any(t in name for t in timed)]
+            assert {name: own[name] for name in names} == pytest.approx(
+                {name: other[name] for name in names}, rel=1e-5, abs=1e-6
+            ), first["name"]
 
 
 def test_inputs_that_cannot_be_padded_are_not_merged(tmp_path: Path) -> None:
