@@ -159,38 +159,22 @@ def merged(batches: Sequence[Batch]) -> Batch:
 
     The batches are padded themselves, on the host, and have no inputs but ``PADDED_INPUTS``.
     """
+    parts, row, sequence = [], 0, 0
     width = max(each.inputs["input_ids"].shape[1] for each in batches)
-    parts, groups = [], []
-    row = sequence = 0
     for each in batches:
         count, old = each.inputs["input_ids"].shape
-
-        def moved(places: Tensor, row: int = row, old: int = old) -> Tensor:
-            return (row + places.div(old, rounding_mode="floor")) * width + places % old
-
-        parts.append(
-            replace(
-                each,
-                inputs={name: pad(value, (0, width - old)) for name, value in each.inputs.items()},
-                positions=moved(each.positions),
-                ends=moved(each.ends),
-                segments=each.segments + sequence,
-            )
-        )
-        groups += [Group(tuple(row + number for number in group.sequences), group.prefix) for group in each.groups]
+        inputs = {name: pad(value, (0, width - old)) for name, value in each.inputs.items()}
+        positions, ends = ((row + places // old) * width + places % old for places in (each.positions, each.ends))
+        segments = each.segments + sequence
+        groups = tuple(Group(tuple(row + n for n in group.sequences), group.prefix) for group in each.groups)
+        parts.append(replace(each, inputs=inputs, positions=positions, ends=ends, segments=segments, groups=groups))
         row, sequence = row + count, sequence + len(each.lengths)
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    return Batch(
-        inputs={name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs},
-        longest=sum(part.longest for part in parts),
-        blocks=tuple(block for part in parts for block in part.blocks),
-        sizes=tuple(size for part in parts for size in part.sizes),
-        groups=tuple(groups),
-        **{name: joined(name) for name in ("positions", "targets", "segments", "lengths", "ends")},
-    )
+    tensors = ("positions", "targets", "segments", "lengths", "ends")
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in tensors}
+    for name in ("blocks", "sizes", "groups"):
+        joined[name] = tuple(each for part in parts for each in getattr(part, name))
+    inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
+    return Batch(inputs=inputs, longest=sum(part.longest for part in parts), **joined)
 
 
 def _group(rows: list[int], input_ids: Tensor, sizes: Tensor) -> Group:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from alignment.models.partitioning import mark_leaves, unmark_leaves
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.base import RowIds
-from alignment.run.ranks import tell, world_size
+from alignment.run.ranks import world_size
 
 
 class EngineReference:
@@ -44,11 +43,8 @@ class EngineReference:
 
         Batches with inputs that cannot be padded have a pass each. All ranks have the same inputs.
         """
-        if any(batch.inputs.keys() - PADDED_INPUTS for batch in batches):
-            return [part for batch in batches for part in self._logps_of([batch], tokens)]
-        return self._logps_of(batches, tokens)
-
-    def _logps_of(self, batches: Sequence[Batch], tokens: bool) -> list[Tensor]:
+        if batches[1:] and any(batch.inputs.keys() - PADDED_INPUTS for batch in batches):
+            return [part for batch in batches for part in self.logps_of_each([batch], tokens=tokens)]
         output = self.engine.forward(batches[0] if len(batches) == 1 else merged(batches), tokens=tokens)
         found = output.token_logps if tokens else output.scores
         assert found is not None
@@ -58,31 +54,6 @@ class EngineReference:
         """Release the engine."""
         self.engine.close()
         unmark_leaves(self._leaves)
-
-
-@dataclass
-class ReferencePasses:
-    """The part of the run state that is the number of micro-batches in a forward pass of a reference.
-
-    It does not affect results, but their rounding, so that a resumed run keeps it. Weights that are gathered for each
-    pass are then transferred less often.
-    """
-
-    together: int = 1
-
-    def describe(self) -> str | None:
-        """Return a line for the start of a run."""
-        return f"reference: {self.together} micro-batches in a forward pass" if self.together > 1 else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of micro-batches."""
-        return {"together": self.together}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compute as the run did before."""
-        if self.together != (before := int(state["together"])):
-            self.together = before
-            tell(f"reference: micro-batches in a forward pass: {before}, as in the run that is resumed")
 
 
 @dataclass(frozen=True)

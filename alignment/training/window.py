@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from alignment.checkpoint.run_state import StatefulFields
 from alignment.data.batching import AnyBatch, MicroBatches
 from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
@@ -18,16 +20,34 @@ from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.phases import Phases
 from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
-from alignment.references.engine import ReferencePasses
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
-from alignment.run.ranks import rank
+from alignment.run.ranks import rank, tell
 from alignment.training.bad_steps import BadStep
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Items, Models, Window
 from alignment.training.safe_points import SafePoint
 
 _Rows = tuple[tuple[int, ...], Tensor]  # the rows of a micro-batch, and the loss of each
+
+
+@dataclass
+class ReferencePasses(StatefulFields):
+    """The number of micro-batches in a forward pass of a reference whose weights are gathered for each.
+
+    It decides how log-probs are rounded, so that a resumed run keeps it.
+    """
+
+    together: int = 1
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the number."""
+        super().load_state_dict(state)
+        tell(self.describe())
+
+    def describe(self) -> str | None:
+        """Return a line for a run with more than one."""
+        return f"reference: {self.together} micro-batches in a forward pass" if self.together > 1 else None
 
 
 class WindowResult(NamedTuple):

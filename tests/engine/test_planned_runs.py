@@ -119,7 +119,7 @@ def test_a_reference_scores_as_many_micro_batches_as_other_phases_need_memory(
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "out" / "checkpoint-1"))
     again.close()
     assert sum(asked) == 4 and max(asked) == plan.together
-    assert f"forward pass: {plan.together}, as in the run that is resumed" in capsys.readouterr().out
+    assert f"reference: {plan.together} micro-batches in a forward pass" in capsys.readouterr().out
 
 
 @pytest.mark.ci

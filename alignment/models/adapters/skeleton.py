@@ -43,10 +43,7 @@ def skeleton(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def known_skeleton(source: ModelSource) -> PreTrainedModel | None:
-    """Create the model without weights; return None if that takes remote code or fails.
-
-    A problem, such as a missing package, is reported when the model is loaded.
-    """
+    """Create the model without weights; return None if that takes remote code or fails, as loading it will report."""
     if source.live is None and type(source.config) not in source.task.mapping:
         return None
     try:
