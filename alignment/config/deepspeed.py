@@ -39,19 +39,27 @@ class Situation:
     pin_memory: bool
     ranks: int = 1
     offloaded: bool = False  # the optimizer
+    layer: int = 0  # elements of a frozen model's largest decoder layer; 0 if unknown
 
     def automatic(self) -> dict[str, Any]:
         """Return the value of "auto" for each key, by its dotted path.
 
         DeepSpeed itself would use its defaults, which suit 80 GB GPUs, or fail. The values here are for 24 GB GPUs and
         depend on the model's hidden size h: one decoder layer has about 12·h² parameters.
+
+        A frozen model's layer is gathered as a whole while the previous one computes. DeepSpeed fetches ahead until
+        the bucket or the limit of live parameters is exceeded, so that two layers are gathered and not three. A much
+        larger layer, as in a mixture of experts, is gathered in parts.
         """
-        layer = 12 * self.hidden_size**2
-        bucket, live = min(max(self.hidden_size**2, _LEAST_BUCKET), _MOST_BUCKET), max(3 * layer, _LEAST_BUCKET)
+        layer, bucket = 12 * self.hidden_size**2, min(max(self.hidden_size**2, _LEAST_BUCKET), _MOST_BUCKET)
+        ahead, live = min(layer, _MOST_BUCKET), 3 * layer
+        if 0 < self.layer <= live:
+            ahead, live = self.layer, 2 * self.layer
+        live = max(live, _LEAST_BUCKET)
         values = {
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": min(layer, _MOST_BUCKET),
+            "stage3_prefetch_bucket_size": ahead,
             "stage3_param_persistence_threshold": 10 * self.hidden_size,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,

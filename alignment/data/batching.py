@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alignment.data.layout import Group, Layout
 from alignment.data.packed_rows import PackedRows
@@ -76,7 +77,7 @@ class Batch(OnDevice):
         :class:`~alignment.data.layout.Layout`. A batch that has other inputs is returned unchanged.
         """
         ids = self.inputs["input_ids"]
-        if not self.sizes or self.inputs.keys() - {"input_ids", "attention_mask"} or ids.device.type != "cpu":
+        if not self.sizes or self.inputs.keys() - PADDED_INPUTS or ids.device.type != "cpu":
             return self
         layout = Layout.of(self.sizes, self.groups if share else ())
         row = ids.new_empty((1, layout.pieces[-1].stop))
@@ -148,6 +149,32 @@ def collate(
         sizes=tuple(sizes.tolist()),
         groups=tuple(_group([rows[number] for number in group], input_ids, sizes) for group in groups),
     )
+
+
+PADDED_INPUTS = frozenset({"input_ids", "attention_mask"})
+
+
+def merged(batches: Sequence[Batch]) -> Batch:
+    """Return the sequences of several batches in their order as one batch, padded to the longest of all.
+
+    The batches are padded themselves, on the host, and have no inputs but ``PADDED_INPUTS``.
+    """
+    parts, row, sequence = [], 0, 0
+    width = max(each.inputs["input_ids"].shape[1] for each in batches)
+    for each in batches:
+        count, old = each.inputs["input_ids"].shape
+        inputs = {name: pad(value, (0, width - old)) for name, value in each.inputs.items()}
+        positions, ends = ((row + places // old) * width + places % old for places in (each.positions, each.ends))
+        segments = each.segments + sequence
+        groups = tuple(Group(tuple(row + n for n in group.sequences), group.prefix) for group in each.groups)
+        parts.append(replace(each, inputs=inputs, positions=positions, ends=ends, segments=segments, groups=groups))
+        row, sequence = row + count, sequence + len(each.lengths)
+    tensors = ("positions", "targets", "segments", "lengths", "ends")
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in tensors}
+    for name in ("blocks", "sizes", "groups"):
+        joined[name] = tuple(each for part in parts for each in getattr(part, name))
+    inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
+    return Batch(inputs=inputs, longest=sum(part.longest for part in parts), **joined)
 
 
 def _group(rows: list[int], input_ids: Tensor, sizes: Tensor) -> Group:

@@ -77,6 +77,7 @@ def plan_frozen(
     world_size: int,
     hidden_size: int,
     micro_batch: int,
+    layer: int = 0,
 ) -> FrozenPlan:
     """Plan the placement of a frozen model and the JSON of its forward-only engine.
 
@@ -89,6 +90,7 @@ def plan_frozen(
         world_size: number of ranks.
         hidden_size: hidden size of this model, for "auto".
         micro_batch: number of rows of a forward pass.
+        layer: number of elements of its largest decoder layer, for "auto"; 0 if it is unknown.
 
     Raises:
         OptionError: ZeRO stage 1 or 2, an optimizer offload, or a JSON that contradicts ``placement``.
@@ -127,4 +129,5 @@ def plan_frozen(
         "bf16.enabled": (dtypes.ds["bf16"]["enabled"], dtypes.reason),
         "fp16.enabled": (dtypes.ds["fp16"]["enabled"], dtypes.reason),
     }
-    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, Situation(hidden_size, stage, pin), where))
+    situation = Situation(hidden_size, stage, pin, layer=layer)
+    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, situation, where))

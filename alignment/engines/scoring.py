@@ -43,6 +43,7 @@ from alignment.internals.deepspeed_step import (
 from alignment.internals.deepspeed_zero3 import (
     balanced_module_stack,
     divide_again,
+    forget_order,
     forget_partitioned,
     reduced_by_parameter,
 )
@@ -312,6 +313,8 @@ def checked(engine: Engine, task: Task, pack: str = "false", say: bool = True) -
         if pack != "false":
             _pack(engine, pack, say)
         engine.release()
+        if engine.partitioned:
+            forget_order(engine.engine)  # of the check's passes
     except BaseException as error:
         engine.close()
         # Out of memory, lost ranks and device errors have their own classes.

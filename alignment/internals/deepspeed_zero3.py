@@ -145,6 +145,19 @@ def reduced_by_parameter(chosen: Callable[[nn.Module], bool]) -> Iterator[None]:
         yield
 
 
+def forget_order(engine: Any) -> None:
+    """Let the engine learn the order of its modules again, from its next pass.
+
+    DeepSpeed keeps an order as long as passes begin like it. After two different passes in a row, without the engine's
+    own forward in between, every later pass would end with fetching the first layers of a second one, and would keep
+    its own last layers for that.
+    """
+    coordinator = _coordinator(engine)
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+    forget_release_plans()
+
+
 def forget_release_plans() -> None:
     """Clear ZeRO-3's cache of the weights to release after each module.
 

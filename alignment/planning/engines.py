@@ -18,6 +18,7 @@ from alignment.engines.placement import PLACEMENTS, placement_of, plan_frozen
 from alignment.models.adapters.injection import Given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
+from alignment.models.adapters.skeleton import largest_layer
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource
 from alignment.planning.kernels import check_kernels
@@ -243,6 +244,7 @@ def _planned_reference(
         dtypes=plan.dtypes,
         world_size=world_size(),
         micro_batch=options.per_device_train_batch_size,
+        layer=largest_layer(quantized(stage=0), plan.compute),
     )
     source = quantized(int(frozen.ds_config["zero_optimization"]["stage"]))
     if cards is not None and not by_size and not precomputed:

@@ -58,26 +58,44 @@ class Phases:
         for model in self.run.frozen:
             gpu[model.phase] = max(gpu.get(model.phase, {}), self._frozen(model), key=total)
         if isinstance(self.run.engines.reference, AdapterReferencePlan):
-            gpu["reference"] = self._scoring(self._referenced, stats=False)
+            gpu["reference"] = self._scoring(self._referenced(), stats=False)
+        together = self._together(gpu)
         gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
         host = {name: self._host(name) for name in gpu}
-        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers)
+        return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers, together)
+
+    def _together(self, gpu: dict[str, Parts]) -> int:
+        """Merge the micro-batches of the reference as long as other phases need as much; return how many at a time."""
+        count, most = micro_batches(self.run.options), max(total(gpu[name]) for name in gpu if name != "reference")
+        model = next((each for each in self.run.frozen if each.phase == "reference"), None)
+        if self.brief or count == 1 or model is None or model.alone or model.placement == "replica":
+            return 1
+        parts = functools.partial(self._frozen, model)
+        least, whole = total(parts(1)), total(parts(count))
+        together = count
+        if whole > max(least, most):
+            together = max(1, int(1 + (count - 1) * (most - least) / (whole - least)))
+        while together > 1 and total(parts(together)) > most:
+            together -= 1
+        together = -(-count // -(-count // together))  # passes of about the same size
+        gpu["reference"] = parts(together)
+        return together
 
     # Shapes ---------------------------------------------------------------------------------------------------------
 
-    def _shape(self, rows: int, each: int) -> Shape:
+    def _shape(self, rows: int, each: int, together: int = 1) -> Shape:
         sequences, budget = rows * each, self.run.options.max_tokens_per_batch
         if budget is not None:
             sequences = min(sequences, max(each, budget // self.tokens))
+        sequences *= together
         return Shape(sequences, self.tokens, max(1, sequences * (self.tokens - 1)))
 
     @functools.cached_property
     def _trained(self) -> Shape:
         return self._shape(self.run.options.per_device_train_batch_size, self.run.sequences)
 
-    @functools.cached_property
-    def _referenced(self) -> Shape:
-        return self._shape(self.run.options.per_device_train_batch_size, self.run.referenced)
+    def _referenced(self, together: int = 1) -> Shape:
+        return self._shape(self.run.options.per_device_train_batch_size, self.run.referenced, together)
 
     @functools.cached_property
     def _evaluated(self) -> Shape:
@@ -130,19 +148,20 @@ class Phases:
             return self.weights.parts()
         return {} if self._offloaded else self.weights.parts(1 / self.run.ranks)
 
-    def _gathered(self, weights: Weights, *, offloaded: bool, most: int = 0) -> Parts:
-        """Weights that ZeRO-3 gathers at the same time: a layer, or ``most`` of all layers and the widest weight."""
+    def _gathered(self, weights: Weights, numel: float, *, offloaded: bool) -> Parts:
+        """Weights that ZeRO-3 gathers at the same time, ``numel`` of them or all."""
         if self.run.ranks == 1 and not offloaded:
             return {}
-        numel = max(weights.layer, min(most, weights.layer * weights.layers) + weights.widest)
         return {"gathered layers": weights.base * min(1, numel / weights.numel)}
 
     def _live(self, ahead: bool = True) -> Parts:
         """Weights of the policy that are gathered at the same time, by default with those that are fetched ahead."""
         if self._stage < 3:
             return {}
+        weights = self.weights
         most = int(value_at(self._config, "zero_optimization.stage3_max_live_parameters") or _LIVE) if ahead else 0
-        return self._gathered(self.weights, offloaded=self._offloaded, most=most)
+        numel = max(weights.layer, min(most, weights.layer * weights.layers) + weights.widest)
+        return self._gathered(weights, numel, offloaded=self._offloaded)
 
     @functools.cached_property
     def _others(self) -> Parts:
@@ -214,17 +233,19 @@ class Phases:
         moments = added(self._live(), decoder), added(self._live(ahead=False), head)
         return added(self._always, max(moments, key=total))
 
-    def _frozen(self, model: Frozen) -> Parts:
-        """A pass of a reference or a reward model."""
+    def _frozen(self, model: Frozen, together: int = 1) -> Parts:
+        """A pass of a reference, over this many micro-batches, or of a reward model."""
         weights = self.run.weights_of(model.source)
-        shape = self._referenced if model.rows is None else self._shape(model.rows, 1)
+        shape = self._referenced(together) if model.rows is None else self._shape(model.rows, 1)
         if weights is None:
             return self._always
         peaks = self.run.activations(model.source, shape, gradients=False, stats=False)
         peak = max((trend.of(weights.layers) for trend in peaks), key=total)
         held, live = added(self._placed(model)) if model.alone else self._always, Parts()
         if model.placement != "replica":
-            live = self._gathered(weights, offloaded=model.placement == "offload")
+            # A layer that computes, and the next one or a wider weight that is being fetched.
+            numel = weights.layer + max(weights.layer, weights.widest)
+            live = self._gathered(weights, numel, offloaded=model.placement == "offload")
         return added(held, live, peak)
 
     def _rollout(self) -> Parts:

@@ -28,6 +28,7 @@ class MemoryPlan:
         tokens: tokens of the longest sequence.
         checkpointed: number of decoder layers that are recomputed in the backward pass, of all.
         layers: number of decoder layers.
+        together: number of micro-batches in a forward pass of a reference whose weights are gathered for each.
     """
 
     gpu: dict[str, Parts]
@@ -35,6 +36,7 @@ class MemoryPlan:
     tokens: int
     checkpointed: int
     layers: int
+    together: int = 1
 
     def peak(self, phase: str | None = None, *, reserve: bool = False) -> int:
         """Return the bytes on a GPU in a phase, or in the phase that needs the most."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from alignment.models.adapters.record import Adapters
-from alignment.models.adapters.skeleton import skeleton
+from alignment.models.adapters.skeleton import known_skeleton
 from alignment.models.partitioning import decoder_layers
 from alignment.models.quantization import convertible
 from alignment.models.source import ModelSource
@@ -75,11 +75,8 @@ def weights_of(
         adapters: the adapters to train.
         trained: whether the model is trained, in full without ``adapters``.
     """
-    if source.live is None and type(source.config) not in source.task.mapping:
-        return None  # do not run remote code for this
-    try:
-        model = skeleton(source, trust_remote_code=False)
-    except Exception:  # the problem, such as a missing package, is reported when the model is loaded
+    model = known_skeleton(source)
+    if model is None:
         return None
     packed: set[nn.Parameter] = set()
     plan = source.quantization

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from alignment.config.options import AlignmentConfig
-from alignment.data.batching import Batch
+from alignment.data.batching import PADDED_INPUTS, Batch, merged
 from alignment.engines.collectives import device
 from alignment.engines.placement import FrozenPlan
 from alignment.engines.scoring import FrozenEngine, checked
@@ -28,17 +29,26 @@ class EngineReference:
     def __init__(self, engine: FrozenEngine, leaves: list[nn.Module]) -> None:
         self.engine, self._leaves = engine, leaves
 
-    @torch.no_grad()
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
-        return self.engine.forward(batch).scores
+        return self.logps_of_each([batch], tokens=False)[0]
 
-    @torch.no_grad()
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
-        logps = self.engine.forward(batch, tokens=True).token_logps
-        assert logps is not None
-        return logps
+        return self.logps_of_each([batch], tokens=True)[0]
+
+    @torch.no_grad()
+    def logps_of_each(self, batches: Sequence[Batch], *, tokens: bool) -> list[Tensor]:
+        """Return the log-probs of each of several batches, which are on the host, from a single forward pass.
+
+        Batches with inputs that cannot be padded have a pass each. All ranks have the same inputs.
+        """
+        if batches[1:] and any(batch.inputs.keys() - PADDED_INPUTS for batch in batches):
+            return [part for batch in batches for part in self.logps_of_each([batch], tokens=tokens)]
+        output = self.engine.forward(batches[0] if len(batches) == 1 else merged(batches), tokens=tokens)
+        found = output.token_logps if tokens else output.scores
+        assert found is not None
+        return list(found.split([len(batch.targets if tokens else batch.lengths) for batch in batches]))
 
     def close(self) -> None:
         """Release the engine."""

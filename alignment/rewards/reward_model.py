@@ -19,6 +19,7 @@ from alignment.data.tokenization import RowTokenizer
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.placement import plan_frozen
 from alignment.engines.scoring import FrozenEngine, checked
+from alignment.models.adapters.skeleton import largest_layer
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
 from alignment.models.partitioning import mark_leaves, unmark_leaves
@@ -91,6 +92,7 @@ class ClassifierReward:
             world_size=world_size(),
             hidden_size=config.hidden_size,
             micro_batch=self.batch_size,
+            layer=largest_layer(self._quantized(in_4bit, stage=0), getattr(torch, dtypes.compute)),
         )
         self.source = self._quantized(in_4bit, int(self.frozen.ds_config["zero_optimization"]["stage"]))
         self.truncated = 0

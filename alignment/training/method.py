@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceOutput
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.references.base import Reference, RowIds
+from alignment.references.engine import EngineReference
 from alignment.reporting.metrics import MetricSums
 
 Items: TypeAlias = Mapping[str, tuple[float, float]]  # name of a metric -> sum and count
@@ -52,6 +54,8 @@ class Window(Generic[BatchT]):
         sums: accumulates the window's metrics.
         phases: records time and tokens.
         dataset: identifies the dataset of the row ids; ``""`` if the batches contain generated completions.
+        together: number of micro-batches in a forward pass of a reference whose weights are gathered for each.
+        rehearses: whether the batches are the largest ones of a run, of which a pass may have several.
     """
 
     batches: Sequence[BatchT]
@@ -60,6 +64,8 @@ class Window(Generic[BatchT]):
     sums: MetricSums
     phases: Phases
     dataset: str
+    together: int = 1
+    rehearses: bool = False
 
     def reference_logps(
         self, sequences: Callable[[BatchT, str], tuple[Batch, RowIds]], *, tokens: bool = False
@@ -73,12 +79,17 @@ class Window(Generic[BatchT]):
         reference = self.models.reference
         assert reference is not None
         ask = reference.token_logps if tokens else reference.sequence_logps
-        found = []
+        merges = isinstance(reference, EngineReference) and reference.engine.partitioned
+        asked = (sequences(each, self.dataset) for each in self.batches)
+        found: list[Tensor] = []
         with self.phases("reference") as record:
-            for each in self.batches:
-                batch, ids = sequences(each, self.dataset)
-                record.tokens += batch.tokens
-                found.append(ask(batch, ids))
+            while some := list(itertools.islice(asked, self.together if merges else 1)):
+                record.tokens += sum(batch.tokens for batch, _ in some)
+                if isinstance(reference, EngineReference) and merges:
+                    several = [batch for batch, _ in some * (self.together if self.rehearses else 1)]
+                    found += reference.logps_of_each(several[: self.together], tokens=tokens)[: len(some)]
+                else:
+                    found.append(ask(*some[0]))
         return found
 
 

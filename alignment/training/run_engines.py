@@ -36,7 +36,7 @@ from alignment.planning.placing import smallest_card
 from alignment.planning.planner import Planner
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
-from alignment.references.engine import ReferencePlan
+from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import tell, world_size
 from alignment.training.checkpointing import CheckpointedLayers
@@ -197,8 +197,22 @@ class RunEngines:
                 self._offloading = ActivationOffloading(policy.scorer, policy.device)
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
+        if isinstance(policy, PolicyEngine):
+            self._pass.passes.together = self._together()
+            tell(context.run_state.register("reference", self._pass.passes).describe())
         self.resources.built(policy.scorer.model)
         args.engines_built()
+
+    def _together(self) -> int:
+        """Return the number of micro-batches in a pass of the reference, from the memory plan; collective.
+
+        If tokens limit micro-batches, the padding of several together is not limited.
+        """
+        args, plan, reference = self.context.args, self.context.memory_plan, self.window_pass.models.reference
+        if plan is None or not isinstance(reference, EngineReference):
+            return 1
+        by_tokens = args.max_tokens_per_batch is not None or args.auto_find_batch_size
+        return 1 if by_tokens and not reference.engine.packs else plan.plan.together
 
     def follow(self, schedule: LRScheduler) -> None:
         """Let the policy's learning rate follow another schedule of its optimizer."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from alignment.checkpoint.run_state import StatefulFields
 from alignment.data.batching import AnyBatch, MicroBatches
 from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
@@ -20,13 +22,32 @@ from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
-from alignment.run.ranks import rank
+from alignment.run.ranks import rank, tell
 from alignment.training.bad_steps import BadStep
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Items, Models, Window
 from alignment.training.safe_points import SafePoint
 
 _Rows = tuple[tuple[int, ...], Tensor]  # the rows of a micro-batch, and the loss of each
+
+
+@dataclass
+class ReferencePasses(StatefulFields):
+    """The number of micro-batches in a forward pass of a reference whose weights are gathered for each.
+
+    It decides how log-probs are rounded, so that a resumed run keeps it.
+    """
+
+    together: int = 1
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the number."""
+        super().load_state_dict(state)
+        tell(self.describe())
+
+    def describe(self) -> str | None:
+        """Return a line for a run with more than one."""
+        return f"reference: {self.together} micro-batches in a forward pass" if self.together > 1 else None
 
 
 class WindowResult(NamedTuple):
@@ -55,6 +76,7 @@ class WindowPass:
         self.method, self.models, self.phases, self.aux_coefficient = method, models, phases, aux_coefficient
         # The micro-batch that ran out of memory: its number of rows, and the number of tokens of each sequence.
         self.failed: tuple[int, tuple[int, ...]] = (0, ())
+        self.passes = ReferencePasses()
         self._safe_point = SafePoint()
         self._again: Callable[[], None] | None = None
 
@@ -128,7 +150,10 @@ class WindowPass:
                 batches = progress.watch(batches, self.method.passes)
             watched = Watched(batches, self._safe_point)
             try:
-                window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+                together = self._together(train)
+                window = Window(
+                    watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data), together, rehearses
+                )
                 known = self.method.before_training(window)
                 losses: list[_Rows] = []
                 self._again = None
@@ -148,6 +173,11 @@ class WindowPass:
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.sources)
         return WindowResult(items, plan.counts)
+
+    def _together(self, train: bool) -> int:
+        """Return the number of micro-batches in a forward pass of the reference, by their rows in an evaluation."""
+        found, options = self.passes.together, self.method.options
+        return found if train else max(1, found * options.per_device_train_batch_size // options.eval_batch_size)
 
     def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
         """Return plan and batches to rehearse; a method that generates its own rows replaces them by its limits."""

@@ -352,6 +352,23 @@ def test_weights_are_prefetched_only_in_announced_passes(engine: Any, announced:
     assert not inner._forward_pre_hooks or all(map(zero3.is_deepspeed_hook, inner._forward_pre_hooks.values()))
 
 
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_an_order_that_is_not_forgotten_ends_with_the_first_weights(engine: Any, forgotten: bool) -> None:
+    """Two passes are recorded as one, of which each later pass is the beginning."""
+    inner = engine.module[0]
+    with torch.no_grad():
+        engine(batch(engine))
+        inner(batch(engine))
+        engine(batch(engine))
+        if forgotten:
+            zero3.forget_order(engine)
+            zero3.forget_order(engine)  # does nothing
+        for _ in range(3):
+            engine(batch(engine))
+    assert (status(weights(engine)[0]) == "NOT_AVAILABLE") == forgotten
+    zero3.settle(engine, engine.module)
+
+
 @pytest.mark.parametrize("aside", [True, False])
 def test_deepspeeds_hooks_partition_gathered_weights(engine: Any, aside: bool) -> None:
     calls: list[str] = []

@@ -269,9 +269,9 @@ def test_score_and_reference_phases_hold_no_other_memory(
     scored, referenced, original = [], [], FrozenEngine.forward
     gathered: list[int] = []
 
-    def recorded(self: FrozenEngine, batch: Any) -> Any:
+    def recorded(self: FrozenEngine, batch: Any, **how: Any) -> Any:
         referenced.append(_alive())
-        return original(self, batch)
+        return original(self, batch, **how)
 
     monkeypatch.setattr(FrozenEngine, "forward", recorded)
 

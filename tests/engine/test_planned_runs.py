@@ -19,7 +19,9 @@ from alignment.config.dtypes import Machine, planning_for
 from alignment.models.tiled_mlp import is_tiled
 from alignment.planning import engines, placing
 from alignment.planning.gpu_terms import CONTEXT, usable_bytes
-from alignment.planning.plan import Frozen
+from alignment.planning.phases import Phases
+from alignment.planning.plan import Frozen, MemoryPlan
+from alignment.references.engine import EngineReference
 from alignment.training import memory_plan
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -36,8 +38,7 @@ def trainer(folder: Path, model: str, **more: Any) -> KTOTrainer:
         max_length=64,
         gradient_checkpointing="auto",
         deepspeed=zero(2),
-        ref_placement="replica",
-        **{"max_steps": 1, **more},
+        **{"ref_placement": "replica", "max_steps": 1, **more},
     )
     return KTOTrainer(model=model, args=KTOConfig(**args), train_dataset=unpaired_rows(8))
 
@@ -83,6 +84,49 @@ def test_as_few_layers_are_recomputed_as_must_be(model: str, tmp_path: Path, mon
     with_card(monkeypatch, peaks[2] - 1)
     more = trainer(tmp_path / "c", model).context.memory_plan
     assert more is not None and more.checkpointed_layers == 3
+
+
+def test_a_reference_scores_as_many_micro_batches_as_other_phases_need_memory(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run computes as before, even if its plan now says otherwise. A replica has nothing to transfer."""
+    with_card(monkeypatch, 24e9)
+    more = {"ref_placement": "offload", "gradient_accumulation_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    run = trainer(tmp_path / "a", model, **more)
+    assert run.context.memory_plan is not None
+    plan = run.context.memory_plan.plan
+
+    def planned(**others: Any) -> MemoryPlan:
+        args = KTOConfig(**options(tmp_path, **more | {"max_length": 64} | others))
+        return replace(run.context.memory_plan, options=args, engines=None).plan  # type: ignore[type-var]
+
+    many = planned(gradient_accumulation_steps=256)
+    assert 1 < plan.together <= 4 < many.together < 256
+    assert planned(ref_placement="replica").together == planned(gradient_accumulation_steps=1).together == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Phases, "_together", lambda *_: 1)
+        alone = planned(gradient_accumulation_steps=256)
+    assert alone.peak() == many.peak()
+    single, several, peak = (size - CONTEXT for size in (alone.peak("reference"), many.peak("reference"), many.peak()))
+    assert single < 0.8 * peak < several <= peak
+    asked: list[int] = []
+    of_each = EngineReference.logps_of_each
+
+    def counted(self: EngineReference, batches: Any, *, tokens: bool) -> Any:
+        asked.append(len(batches))
+        return of_each(self, batches, tokens=tokens)
+
+    monkeypatch.setattr(EngineReference, "logps_of_each", counted)
+    train_and_close(run)
+    assert sum(asked) == 4 and max(asked) == plan.together
+    assert f"reference: {plan.together} micro-batches in a forward pass" in capsys.readouterr().out
+    asked.clear()
+    monkeypatch.setattr(Phases, "_together", lambda *_: 1)
+    again = trainer(tmp_path / "b", model, **more | {"max_steps": 2})
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "out" / "checkpoint-1"))
+    again.close()
+    assert sum(asked) == 4 and max(asked) == plan.together
+    assert f"reference: {plan.together} micro-batches in a forward pass" in capsys.readouterr().out
 
 
 @pytest.mark.ci

@@ -186,8 +186,13 @@ def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], 
         policy, other = (config["zero_optimization"]["stage3_prefetch_bucket_size"] for config in both)
         return policy, other
 
-    (own, same), (again, wider) = sizes(None), sizes(str(tmp_path / "wide"))
-    assert (own, again, wider) == (same, own, 4 * own)
+    def layer(path: str) -> int:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        return sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+    width = AutoModelForCausalLM.from_pretrained(paths["policy"]).config.hidden_size
+    assert sizes(None) == (12 * width**2, layer(paths["policy"]))
+    assert sizes(str(tmp_path / "wide")) == (12 * width**2, layer(str(tmp_path / "wide")))
 
 
 @pytest.mark.parametrize("stage", ["stage2", "stage3-offload"])

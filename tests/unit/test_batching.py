@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from alignment.data.batching import Batch, EpochWindows, MicroBatches, collate, ends
+from alignment.data.batching import Batch, EpochWindows, MicroBatches, collate, ends, merged
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS, PreferenceBatch, collate_pairs
 from alignment.data.kinds.prompts import PROMPTS, PromptBatch
@@ -116,6 +116,38 @@ def test_ends_are_the_last_tokens_for_any_row_order() -> None:
     assert (found.segments.tolist(), found.lengths.tolist(), found.longest) == ([0, 1, 2], [1, 1, 1], 3)
     assert found.inputs["input_ids"] is batch.inputs["input_ids"] and found.blocks == batch.blocks
     assert batch.longest == 9 and ends(batch, longest=5).longest == 5
+
+
+def test_merged_batches_have_all_sequences_in_order() -> None:
+    """Of several widths, one of them sorted, one without any sequence, and one with an unscored sequence."""
+    rows = [
+        [(range(2, 5), range(5, 8)), (range(2, 5), range(9, 11))],
+        [(range(20, 22), range(22, 30)), (range(40, 42), range(42, 900)), (range(30, 33), range(33, 35))],
+        [],
+        [(range(50, 52), range(0)), (range(60, 61), range(61, 65))],
+    ]
+    parts = [collate(each, longest, groups=[(0, 1)] if each else ()) for each, longest in zip(rows, (7, 900, 1, 4))]
+    whole = merged(parts)
+    flat, sequences = whole.inputs["input_ids"].flatten(), [each for part in rows for each in part]
+    assert flat[whole.positions + 1].tolist() == whole.targets.tolist()
+    assert whole.lengths.tolist() == [len(completion) for _, completion in sequences]
+    for number, (prompt, completion) in enumerate(sequences):
+        own = whole.segments == number
+        assert whole.targets[own].tolist() == [*completion]
+        if completion:
+            assert flat[whole.positions[own][0]] == prompt[-1] and flat[whole.ends[number]] == completion[-1]
+    assert (
+        whole.inputs["attention_mask"].sum(1).tolist() == [*whole.sizes] == [s for part in parts for s in part.sizes]
+    )
+    assert whole.longest == 912
+    assert [rows for rows, _ in whole.blocks] == [2, 1, 2, 1, 2]
+    for group in whole.groups:
+        first, second = whole.inputs["input_ids"][list(group.sequences), : group.prefix]
+        assert torch.equal(first, second)
+    packed, several = whole.packed(), [part.packed() for part in parts]
+    row = [each.inputs["input_ids"][0] for each in several]
+    assert packed.inputs["input_ids"][0].tolist() == torch.cat(row).tolist()
+    assert packed.inputs["input_ids"][0][packed.ends].tolist() == flat[whole.ends].tolist()
 
 
 def test_unpaired_rows_with_partners() -> None:

@@ -42,10 +42,10 @@ def refused(base: dict[str, Any], **options: Any) -> str:
     return str(caught.value)
 
 
-def frozen(placement: str | None, base: Any = None, **options: Any) -> FrozenPlan:
+def frozen(placement: str | None, base: Any = None, layer: int = 0, **options: Any) -> FrozenPlan:
     config: AlignmentConfig = KTOConfig("out", **options)
     given: dict[str, Any] = {"placement": placement, "deepspeed": base, "dtypes": plan_dtypes(config, {})}
-    return plan_frozen(config, "ref", **given, world_size=1, hidden_size=HIDDEN, micro_batch=4)
+    return plan_frozen(config, "ref", **given, world_size=1, hidden_size=HIDDEN, micro_batch=4, layer=layer)
 
 
 def autos(value: Any) -> bool:
@@ -113,6 +113,20 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     options = KTOConfig("out")
     found = policy_config(options, base, plan_dtypes(options, base), 1, hidden)["zero_optimization"]
     assert {name: found[name] for name in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("layer", "prefetch", "live"),
+    [
+        (0, 12 * HIDDEN**2, 36 * HIDDEN**2),  # unknown
+        (14 * HIDDEN**2, 14 * HIDDEN**2, 28 * HIDDEN**2),
+        (37 * HIDDEN**2, 12 * HIDDEN**2, 36 * HIDDEN**2),  # experts
+    ],
+)
+def test_one_layer_of_a_frozen_model_is_fetched_ahead(layer: int, prefetch: int, live: int) -> None:
+    zero = frozen("offload", layer=layer).ds_config["zero_optimization"]
+    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]) == (prefetch, live)
+    assert zero["stage3_max_reuse_distance"] == live
 
 
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:

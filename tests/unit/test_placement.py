@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import alignment
 from alignment.config import dtypes
 from alignment.config.errors import OptionError
+from alignment.models.adapters import skeleton
 from alignment.models.source import ModelSource, model_source
 from alignment.online.resources import OnlineResources
-from alignment.planning import engines, placing, weights
+from alignment.planning import engines, placing
 from alignment.planning.placing import Cards
 from alignment.planning.plan import Frozen, NotPlanned
 from alignment.planning.planner import Planner
@@ -228,7 +229,7 @@ def test_parameters_are_counted_without_loading_weights(tmp_path: Path) -> None:
 def test_a_model_of_unknown_size_is_placed_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a reference, or beside a policy of unknown size; a GPU's default."""
     cards = Cards(planner("WIDE", zero(2)), 24e9)
-    monkeypatch.setattr(weights, "skeleton", lambda *_, **__: (_ for _ in ()).throw(ImportError("timm")))
+    monkeypatch.setattr(skeleton, "skeleton", lambda *_, **__: (_ for _ in ()).throw(ImportError("timm")))
     assert cards.place(HALF) is None and cards.place(HALF, alone=True) is None
     taken = cards._taken
     cards.take(HALF, "replica")

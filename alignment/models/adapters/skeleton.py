@@ -24,6 +24,7 @@ from alignment.models.adapters.record import (
     with_initialization,
 )
 from alignment.models.classifier import HEAD, HEAD_TENSORS
+from alignment.models.partitioning import decoder_layers, whole_parameters
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM, is_classifier
 
@@ -40,6 +41,23 @@ def skeleton(source: ModelSource, trust_remote_code: bool) -> PreTrainedModel:
             return type(source.live)(config)
         model: PreTrainedModel = source.task.auto.from_config(config, trust_remote_code=trust_remote_code)
         return model
+
+
+def known_skeleton(source: ModelSource) -> PreTrainedModel | None:
+    """Create the model without weights; return None if that takes remote code or fails, as loading it will report."""
+    if source.live is None and type(source.config) not in source.task.mapping:
+        return None
+    try:
+        return skeleton(source, trust_remote_code=False)
+    except Exception:
+        return None
+
+
+def largest_layer(source: ModelSource, dtype: torch.dtype) -> int:
+    """Return the number of elements of this dtype of the largest decoder layer, packed if it is; 0 if unknown."""
+    model, plan = known_skeleton(source), source.quantization
+    numel = 0 if model is None else max(map(whole_parameters, decoder_layers(model)), default=0)
+    return numel if plan is None else numel * plan.bits // (8 * dtype.itemsize)
 
 
 def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code: bool, key: str) -> Adapters:

@@ -1,8 +1,8 @@
 """Train the runs listed in a JSON file, one after another in one process per rank, for tests with real engines.
 
 The file contains ``[{"name", "trainer", "model", "ref_model", "args", "train", "eval", "save"}]``: method, paths,
-options and rows. Each run's log and the plan of its windows are written to ``NAME.json`` next to the file. Completions
-of Online DPO are not generated, but taken from ``canned.py``.
+options and rows, and for some runs ``block_cost`` and ``together``. Each run's log and the plan of its windows are
+written to ``NAME.json`` next to the file. Completions of Online DPO are not generated, but taken from ``canned.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from alignment.cli.guarded import guarded
 from alignment.data import batching
 from alignment.rollout.backend import Completion, RolloutRequest
 from alignment.rollout.engine import RolloutEngine
+from alignment.training.run_engines import RunEngines
 from alignment.training.trainer import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST
@@ -56,6 +57,8 @@ def one_run(
     """Train (and evaluate) once, and write the results, with the records of ``watched``."""
     # Blocks of rows are split to save padding; with tiny rows, only if a further pass is declared to cost nothing.
     batching._BLOCK_COST = run.get("block_cost", BLOCK_COST)
+    if "together" in run:  # micro-batches in a pass of the reference, which a memory plan decides
+        RunEngines._together = lambda *_: run["together"]  # type: ignore[method-assign]
     kind = run["trainer"]
     options = getattr(alignment, f"{kind}Config")(**run["args"])
     models = {"model": run["model"]} | ({"ref_model": run["ref_model"]} if run.get("ref_model") else {})
