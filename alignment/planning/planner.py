@@ -12,7 +12,6 @@ from alignment.planning.plan import MemoryPlan, NotPlanned
 from alignment.planning.planned_run import PlannedRun
 
 _STEP, _MOST = 64, 2**20  # tokens: resolution and limit of the longest sequences
-_NEVER = 2**60  # bytes
 
 
 class Planner(PlannedRun):
@@ -75,24 +74,25 @@ class Planner(PlannedRun):
         Memory grows almost linearly with tokens, so that a few plans are sufficient.
         """
 
-        def needed(tokens: int) -> tuple[int, int]:
+        def needed(tokens: int) -> tuple[int, float]:
+            """Return ``tokens``, and the share that they need of a GPU's memory or of a host's, the larger one."""
             plan = self.plan(tokens, checkpointed, brief=True)
-            return tokens, plan.peak(reserve=True) if plan.host_peak() <= memory else _NEVER
+            return tokens, max(plan.peak(reserve=True) / card, plan.host_peak() / memory)
 
         most = min(_MOST, self.positions // _STEP * _STEP or _MOST)
         low, high = needed(1024), needed(4096)
-        fitting = max((tokens for tokens, size in (low, high) if size <= card and tokens <= most), default=0)
+        fitting = max((tokens for tokens, share in (low, high) if share <= 1 and tokens <= most), default=0)
         for _ in range(8):
-            growth = max(1, high[1] - low[1]) / max(1, high[0] - low[0])
-            guess = int(high[0] + (card - high[1]) / growth) // _STEP * _STEP
+            growth = max(1e-9, high[1] - low[1]) / (high[0] - low[0])
+            guess = int(high[0] + (1 - high[1]) / growth) // _STEP * _STEP
             guess = min(max(guess, _STEP), most)
             if guess in (low[0], high[0]):
                 break
             low, high = sorted([high, needed(guess)])
-            found = low if low[0] == guess else high
-            if found[1] <= card:
+            share = low[1] if low[0] == guess else high[1]
+            if share <= 1:
                 fitting = max(fitting, guess)
-            if 0.98 * card <= found[1] <= card or guess in (_STEP, most):
+            if 0.98 <= share <= 1 or guess == (most if share <= 1 else _STEP):
                 break
         return fitting
 

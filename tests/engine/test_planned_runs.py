@@ -211,6 +211,9 @@ def test_the_longest_sequences_that_fit(model: str, tmp_path: Path, monkeypatch:
     for tokens in (1024, 4096, 10_048):
         card = planner.plan(tokens, 4).peak(reserve=True)
         assert 0.95 * tokens <= planner.longest_that_fits(card, checkpointed=4) <= tokens
+    vars(planner.options)["activation_offloading"] = True
+    memory = planner.plan(10_048, 4).host_peak()  # the host limits them
+    assert 0.95 * 10_048 <= planner.longest_that_fits(24e9, memory, checkpointed=4) <= 10_048
     assert planner.longest_that_fits(CONTEXT, checkpointed=4) == 0
 
 

@@ -24,7 +24,7 @@ CONFIGURATIONS = Path(__file__).parent / "configurations"
 MODELS = ("Llama-3.1-8B", "Qwen3-8B", "Qwen2.5-14B", "Qwen2.5-32B")
 LENGTHS = (1024, 2048, 4096, 8192)
 CARDS = (12, 16, 24, 48)
-_LEAST = 256  # tokens: fewer are of no use
+_LEAST = 1024  # tokens: fewer are of no use
 GPU = Machine(1, cuda=True, reads_weights=False)
 # What takes less memory for long sequences, by its name in the table.
 REACH: dict[str, dict[str, Any]] = {
