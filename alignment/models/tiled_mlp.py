@@ -11,9 +11,10 @@ sequences of different lengths may have different numbers of slices.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from alignment.models.partitioning import decoder_layers
 
 _SHAPE, _CUT = (2, 8), 5  # rows and tokens of the probe, and the tokens of its slices, which cut across rows
 _VOCABULARY, _WIDTH = 32, 64  # of the model that is probed, which would take seconds in its own size
+_first_only: list[bool] = []
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -60,6 +62,16 @@ def tile_mlps(model: PreTrainedModel, name: str | None) -> None:
         set_z3_leaf_module(mlp, True)
 
 
+@contextlib.contextmanager
+def only_first_slice() -> Iterator[None]:
+    """Compute a single slice within this context, for a memory plan: all slices need the same memory."""
+    _first_only.append(True)
+    try:
+        yield
+    finally:
+        _first_only.pop()
+
+
 def is_tiled(module: nn.Module) -> bool:
     """Return whether a module is an MLP that is computed in slices."""
     return isinstance(module.forward, functools.partial) and module.forward.func is _in_slices
@@ -75,17 +87,21 @@ def _in_slices(whole: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
     def slices(states: Tensor) -> Iterable[tuple[int, Tensor]]:
         # The backward pass of split is one concatenation; that of each slice would allocate a gradient of all tokens.
-        return enumerate(states.reshape(1, tokens, width).split(-(-tokens // count), 1))
+        size = -(-tokens // count)
+        return enumerate(states.reshape(1, tokens, width).split([size, tokens - size] if _first_only else size, 1))
+
+    def computed(part: Tensor, number: int) -> Tensor:
+        return part * 1 if number and _first_only else whole(part)
 
     if not torch.is_grad_enabled():
-        return torch.cat([whole(part) for _, part in slices(hidden)], 1).view(hidden.shape)
+        return torch.cat([computed(part, number) for number, part in slices(hidden)], 1).view(hidden.shape)
     saved: Any = _Saved.apply(hidden.new_empty(0, requires_grad=True), hidden).grad_fn  # type: ignore[no-untyped-call]
     parts = dict(slices(hidden))
 
     def compute(_: Tensor, number: int) -> Tensor:
         if not parts:  # in the backward pass
             parts.update(slices(saved.saved_tensors[0]))
-        return whole(parts.pop(number))
+        return computed(parts.pop(number), number)
 
     # The recomputation of a layer ends with the last tensor that it has to save. Without these hooks, it would be
     # the last slice's, for which all others would be computed. The first argument tells the device whose random state

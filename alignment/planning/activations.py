@@ -26,6 +26,7 @@ from alignment.models.packed_attention import flash_attn_varlen_func
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
+from alignment.models.tiled_mlp import only_first_slice
 from alignment.planning.live import LiveBytes, live_bytes, tagged
 from alignment.planning.stand_in import attention_of, grouped_product, stand_in
 from alignment.run.durable import replace_text
@@ -162,6 +163,7 @@ class Counting:
                 torch.set_grad_enabled(scorer.training),
                 attending_with(scorer.model, attention_of(scorer.model, self._kernel, self._rows)),
                 only_first_tile(),
+                only_first_slice(),
                 experts_with(grouped_product),
                 deciding_on_packing(lambda *_: None, lambda: True),  # positions have no values
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import torch
 from deepspeed.utils import z3_leaf_module
 from support.helpers import make_model, options, paired_rows, tiny_config
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import OptionError
 from alignment.models import tiled_mlp
 from alignment.models.loading import enable_checkpointing
+from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM
 from alignment.models.tiled_mlp import find_mlp, is_tiled, tile_mlps
+from alignment.planning import activations
+from alignment.planning.activations import Counting, Shape
 from tools.architectures.tiny import tiny_config as config_of
 
 IDS = torch.arange(2, 82)[None] % 40
@@ -138,3 +143,22 @@ def test_a_model_can_be_computed_as_a_whole_again_and_copied() -> None:
     tile_mlps(model, None)
     assert not any(is_tiled(module) or z3_leaf_module(module) for module in model.modules())
     assert torch.equal(model(IDS).logits, whole)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_plan_that_computes_one_slice_is_that_of_all(
+    reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=256, vocab_size=64, num_attention_heads=2)
+    source, found = ModelSource("tiny", None, config, {}, CAUSAL_LM, mlp="mlp"), []
+    for slices in ("first", "all"):
+        monkeypatch.setattr(activations, "_FOLDER", tmp_path / slices)  # nothing was counted before
+        count = Counting(source, None, torch.bfloat16, "flash", checkpointing={"use_reentrant": reentrant})
+        shape = Shape(1, 300, 299)
+        found.append([
+            count(shape, gradients=True, recomputed=True),
+            count(shape, gradients=True, kept=1.0),
+            count(shape, gradients=False),
+        ])  # fmt: skip
+        monkeypatch.setattr(activations, "only_first_slice", contextlib.nullcontext)
+    assert found[0] == found[1]
