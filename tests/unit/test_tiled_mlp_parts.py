@@ -155,10 +155,11 @@ def test_a_plan_that_computes_one_slice_is_that_of_all(
         monkeypatch.setattr(activations, "_FOLDER", tmp_path / slices)  # nothing was counted before
         count = Counting(source, None, torch.bfloat16, "flash", checkpointing={"use_reentrant": reentrant})
         shape = Shape(1, 300, 299)
-        found.append([
-            count(shape, gradients=True, recomputed=True),
-            count(shape, gradients=True, kept=1.0),
-            count(shape, gradients=False),
-        ])  # fmt: skip
+        passes = [
+            *count(shape, gradients=True, recomputed=True),
+            *count(shape, gradients=True, kept=1.0),
+            *count(shape, gradients=False),
+        ]
+        found.append([sum(trend.of(4).values()) for trend in passes])
         monkeypatch.setattr(activations, "only_first_slice", contextlib.nullcontext)
-    assert found[0] == found[1]
+    assert found[0] == pytest.approx(found[1], rel=0.015)  # but for tensors of one or two slices
