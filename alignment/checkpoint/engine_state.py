@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from alignment.checkpoint.optimizer_state import group_settings, restore_group_settings
 from alignment.engines.scoring import PolicyEngine
@@ -51,14 +51,13 @@ class ScheduleState:
         return {name: _encoded(value) for name, value in self.scheduler.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Values by group that are all equal fit any number of groups."""
-        groups, before = len(self.scheduler.optimizer.param_groups), len(state.get("_last_lr", ()))
-
-        def fitted(value: Any) -> Any:
-            by_group = isinstance(value, list) and len(value) == before != groups
-            return value[:1] * groups if by_group and all(one == value[0] for one in value) else value
-
-        self.scheduler.load_state_dict({name: fitted(_decoded(value)) for name, value in state.items()})
+        """Restore a state. A schedule from the options, in which all groups have the same rate, fits any number."""
+        found = {name: _decoded(value) for name, value in state.items()}
+        if isinstance(self.scheduler, LambdaLR) and len(set(found["_last_lr"])) == 1:
+            groups = len(self.scheduler.optimizer.param_groups)
+            if groups != len(found["_last_lr"]):
+                found |= {name: found[name][:1] * groups for name in ("base_lrs", "_last_lr", "lr_lambdas")}
+        self.scheduler.load_state_dict(found)
 
 
 def _encoded(value: Any) -> Any:

@@ -54,12 +54,17 @@ def tile_mlps(model: PreTrainedModel, name: str | None) -> None:
         forget_leaf(module)
     if name is None:
         return
-    mlps: list[Any] = [getattr(layer, name, None) for layer in decoder_layers(model)]
-    if len({type(mlp) for mlp in mlps}) != 1 or mlps[0] is None:
-        raise _refused(model.config, f"its decoder layers do not all have the same kind of {name}")
-    for mlp in mlps:
+    for mlp in mlps_of(model, name):
         mlp.forward = functools.partial(_in_slices, mlp.forward)
         set_z3_leaf_module(mlp, True)
+
+
+def mlps_of(model: PreTrainedModel, name: str | None) -> list[Any]:
+    """Return the module with this name of each decoder layer; raise OptionError if they are of different kinds."""
+    mlps = [getattr(layer, str(name), None) for layer in decoder_layers(model)]
+    if len({type(mlp) for mlp in mlps}) != 1 or mlps[0] is None:
+        raise _refused(model.config, f"its decoder layers do not all have the same kind of {name}")
+    return mlps
 
 
 @contextlib.contextmanager

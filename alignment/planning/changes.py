@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +49,12 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
         yield Change({"rollout_batch_size": 1}, True, "slower rollouts")
     if options.gradient_checkpointing is not True and options.gradient_checkpointing != "auto":
         yield Change({"gradient_checkpointing": True}, True, "a third more computation")
-    if not options.activation_offloading and options.gradient_checkpointing:
-        yield Change({"activation_offloading": True}, True, "hidden states are copied to host memory and back")
-    if options.tiled_mlp is False:
+    if not options.activation_offloading:
+        offloading = {"activation_offloading": True}
+        if not options.gradient_checkpointing:
+            offloading["gradient_checkpointing"] = True
+        yield Change(offloading, True, "hidden states are copied to host memory and back")
+    if options.tiled_mlp is not True:
         yield Change({"tiled_mlp": True}, True, "MLPs are recomputed once more")
     if rows > 1:
         steps = options.gradient_accumulation_steps * rows
@@ -92,7 +96,8 @@ def sufficient(
     found = [change for change in changes if _works(change, planned, fits)][:NUMBER]
     if found:
         return found
-    best, together = None, None
+    base, together = planned(Change({}, True, "")), None
+    best = math.inf if base is None else base.peak()
     for change in changes:
         candidate = change if together is None else together.then(change)
         plan = planned(candidate)
@@ -100,7 +105,7 @@ def sufficient(
             continue
         if fits(plan):
             return [candidate]
-        if best is None or plan.peak() < best:
+        if plan.peak() < best:
             best, together = plan.peak(), candidate
     candidate = Change({}, True, "") if together is None else together
     tokens = longest(candidate)

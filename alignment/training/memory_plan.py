@@ -19,9 +19,11 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import ranks_of_host
 from alignment.engines.placement import placement_of
+from alignment.models.adapters.skeleton import known_skeleton
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
+from alignment.models.tiled_mlp import mlps_of
 from alignment.planning.changes import Change, possible, sufficient
 from alignment.planning.engines import EnginePlan, plan_engines
 from alignment.planning.gpu_terms import usable_bytes
@@ -112,13 +114,17 @@ class RunPlan:
         if self.options.tiled_mlp != AUTO or self.mlp is not None:
             return self
         try:
-            return replace(self, mlp=self.policy.in_slices(self.options).mlp)
+            name = self.policy.in_slices(self.options).mlp
+            if (skeleton := known_skeleton(self.policy)) is not None:
+                mlps_of(skeleton, name)
         except OptionError:
             return self
+        return replace(self, mlp=name)
 
     def settled(self) -> RunPlan:
-        """Return the plan with MLPs in slices if the run does not fit otherwise, and takes less memory with them."""
-        return self if self.fits or self.tiled.plan.peak() >= self.plan.peak() else self.tiled
+        """Return the plan with MLPs in slices if that takes less memory, and the GPUs, equal on all ranks, need it."""
+        fits = self.plan.peak(reserve=True) <= self.card
+        return self if fits or self.tiled.plan.peak() >= self.plan.peak() else self.tiled
 
     @property
     def _recomputed(self) -> int | None:
@@ -159,7 +165,13 @@ class RunPlan:
         tokens, rewards = None if "max_length" in changed else self.tokens, self.rewards
         if rewards is not None and "reward_placement" in changed:
             rewards = tuple(replace(one, placement=changed["reward_placement"]) for one in rewards)
-        return replace(self, options=options, engines=None, tokens=tokens, rewards=rewards)
+        policy, reference = self.policy, self.reference
+        if changed.get("tiled_mlp") is True:
+            policy = policy.in_slices(options)
+            if reference is not None:
+                reference = policy if reference is self.policy else reference.in_slices(options)
+        models: dict[str, Any] = {"policy": policy, "reference": reference, "rewards": rewards}
+        return replace(self, options=options, engines=None, tokens=tokens, **models)
 
     def peak(self, phase: str) -> int:
         """Return the bytes on each GPU in a phase; 0 if the run has no such phase."""

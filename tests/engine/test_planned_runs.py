@@ -165,6 +165,17 @@ def test_mlps_are_computed_in_slices_if_the_run_does_not_fit_otherwise(
     assert "tiled_mlp: auto computes MLPs in slices" in capsys.readouterr().out
 
 
+@pytest.mark.ci
+def test_slices_are_offered_if_the_options_say_no(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_card(monkeypatch, 24e9)
+    run = trainer(tmp_path / "a", model, per_device_train_batch_size=8, tiled_mlp=True).context.memory_plan
+    assert run is not None
+    with_card(monkeypatch, run.planner.plan(run.tokens, 4).peak(reserve=True))
+    whole = trainer(tmp_path / "b", model, per_device_train_batch_size=8, tiled_mlp=False).context.memory_plan
+    assert whole is not None and not whole.fits
+    assert {"tiled_mlp": True} in [dict(change.options) for change in whole.sufficient_changes]
+
+
 def test_changes_are_planned_without_the_other_ranks(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
