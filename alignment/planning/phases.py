@@ -164,6 +164,12 @@ class Phases:
         return self._gathered(weights, numel, offloaded=self._offloaded)
 
     @functools.cached_property
+    def _alternating(self) -> bool:
+        """Whether different passes of the policy follow each other."""
+        several = self.run.referenced > self.run.sequences or isinstance(self.run.options, OnlineOptions)
+        return several or isinstance(self.run.engines.reference, AdapterReferencePlan)
+
+    @functools.cached_property
     def _others(self) -> Parts:
         """Frozen models that are on a GPU at all times."""
         return added(*(self._placed(model) for model in self.run.frozen if not model.alone))
@@ -203,9 +209,7 @@ class Phases:
             moments.append(added(plain.of(layers - k), {"layers": sum(first.each.values()) * k if k else 0}))
             moments += [] if k else [last.of(layers)]
         # DeepSpeed fetches ahead from the third of equal passes in a row.
-        alternating = self.run.referenced > self.run.sequences or isinstance(self.run.options, OnlineOptions)
-        alternating |= isinstance(self.run.engines.reference, AdapterReferencePlan)
-        live = self._live(ahead=not alternating or micro_batches(self.run.options) > 2)
+        live = self._live(ahead=not self._alternating or micro_batches(self.run.options) > 2)
         return max(
             *(added(self._always, self.engine.begun, live, moment) for moment in moments),
             added(self._always, self.engine.complete, live),
@@ -230,7 +234,8 @@ class Phases:
         """A pass of the policy without gradients."""
         peaks = self.run.activations(self.run.engines.source, shape, gradients=False, stats=stats)
         decoder, head = (trend.of(self.weights.layers) for trend in peaks)
-        moments = added(self._live(), decoder), added(self._live(ahead=False), head)
+        # After equal passes, DeepSpeed keeps weights for the next one while the head computes.
+        moments = added(self._live(), decoder), added(self._live(ahead=not self._alternating), head)
         return added(self._always, max(moments, key=total))
 
     def _frozen(self, model: Frozen, together: int = 1) -> Parts:
