@@ -135,13 +135,14 @@ def test_every_run_takes_the_planned_memory(measure: Measure, case: MemoryCase) 
         assert wrong(halved, found["peaks"], WITH_ENGINE), "states of fp32 are not those of 16 bits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "options"),
     [
-        pytest.param(1022, {"tiled_mlp": True, "activation_offloading": True}, marks=pytest.mark.ci),
-        pytest.param(1022, {"tiled_mlp": True}, marks=pytest.mark.slow),
-        pytest.param(176, {"tiled_mlp": True, "activation_offloading": True}, marks=pytest.mark.slow),
-        pytest.param(176, {"activation_offloading": True}, marks=pytest.mark.slow),
+        (1022, {"tiled_mlp": True, "activation_offloading": True}),
+        (1022, {"tiled_mlp": True}),
+        (176, {"tiled_mlp": True, "activation_offloading": True}),
+        (176, {"activation_offloading": True}),
     ],
 )
 def test_a_run_with_less_memory_per_token(measure: Measure, seed: int, options: dict[str, bool]) -> None:
