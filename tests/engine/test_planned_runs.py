@@ -86,6 +86,7 @@ def test_as_few_layers_are_recomputed_as_must_be(model: str, tmp_path: Path, mon
     assert more is not None and more.checkpointed_layers == 3
 
 
+@pytest.mark.ci
 def test_a_reference_scores_as_many_micro_batches_as_other_phases_need_memory(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_slices_are_offered_if_the_options_say_no(model: str, tmp_path: Path, mo
     assert {"tiled_mlp": True} in [dict(change.options) for change in whole.sufficient_changes]
 
 
+@pytest.mark.ci
 def test_changes_are_planned_without_the_other_ranks(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
