@@ -61,9 +61,11 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
 def usage(program: str) -> str:
     """Return the lines above the options, for a command called ``program``."""
     name = program.split()[-1]
-    module = ("", "") if name.endswith(".py") else ("--module alignment ", "-m alignment ")
-    launchers = f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …\n"
-    launchers = "" if Path(name).stem in _ALONE else launchers
+    module, launchers = ("", "") if name.endswith(".py") else ("--module alignment ", "-m alignment "), ""
+    if Path(name).stem not in _ALONE:
+        launchers = (
+            f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …\n"
+        )
     return _USAGE.format(program=program, launchers=launchers, recipes=", ".join(packaged_names("recipes")))
 
 

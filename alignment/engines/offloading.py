@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from alignment.config.errors import OptionError, counted
-from alignment.internals.torch import lock_pages, storage_key
+from alignment.engines.memory import page_locked
+from alignment.internals.torch import storage_key
 from alignment.internals.transformers import checkpoint_function, set_checkpoint_function
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
@@ -193,12 +194,9 @@ class ActivationOffloading:
         whole = len(self._originals) * self._tokens * (like.nbytes // math.prod(like.shape[-3:-1]))
         if self._memory is None or (self._taken == 0 and self._memory.numel() < whole):
             self._release()
-            check_host_memory(whole)
-            memory = torch.empty(whole, dtype=torch.uint8)
-            # Only page-locked memory is copied asynchronously. torch's allocator of such memory rounds sizes up to a
-            # power of two (ATen/core/CachingHostAllocator.h), 18.4 GB to 34.4; since 2.13 it can be told not to.
-            self._unlock = lock_pages(memory) if self._device.type == "cuda" else lambda: None
-            self._memory = memory
+            on_gpu = self._device.type == "cuda"  # only page-locked memory is copied asynchronously
+            check_host_memory(page_locked(whole) if on_gpu else whole)
+            self._memory = torch.empty(whole, dtype=torch.uint8, pin_memory=on_gpu)
         start, self._taken = self._taken, self._taken + like.nbytes
         if self._taken > self._memory.numel():
             raise OptionError(f"{_KEY}=True: a layer of this model is called more than once in a pass; remove it")
@@ -208,7 +206,6 @@ class ActivationOffloading:
         """Release the host memory."""
         if self._memory is not None:
             self._copies.finish()
-            self._unlock()
             self._memory = None
 
 

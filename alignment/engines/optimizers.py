@@ -211,8 +211,8 @@ def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
 def build_optimizer(model: nn.Module, options: AlignmentConfig, *, offloaded: bool = False) -> Optimizer:
     """Build the optimizer that ``optim`` selects for the trainable parameters of ``model``.
 
-    Groups whose states are ``offloaded`` to host memory are not split: each has page-locked blocks of its own, which
-    are rounded up to powers of two, and its gradients are in host memory.
+    Groups whose states are ``offloaded`` to host memory are not split: their gradients are there too, and each has
+    page-locked blocks of its own, which torch before 2.13 rounds up to powers of two.
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not accept, or nothing is trainable.

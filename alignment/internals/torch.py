@@ -140,23 +140,6 @@ def release_pinned_memory() -> None:
         release()
 
 
-def lock_pages(tensor: Tensor) -> Callable[[], None]:
-    """Page-lock the host memory of a tensor, in its exact size; return what unlocks it before it is freed.
-
-    The functions of ``cudart`` are not documented; ``torch.cuda._pin_memory_utils`` calls these in the same way, for
-    asynchronous checkpoints. Seen with torch 2.13; not confirmed on a GPU.
-
-    Raises:
-        RuntimeError: CUDA refuses it.
-    """
-    import torch
-
-    address, portable = tensor.data_ptr(), 1  # cudaHostRegisterPortable: for all devices of the process
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.nbytes, portable)))
-    return lambda: torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
-
-
 @contextlib.contextmanager
 def schedule_may_go_first() -> Iterator[None]:
     """Allow, within this context, a scheduler to step before its optimizer.

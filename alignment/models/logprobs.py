@@ -8,35 +8,23 @@ recomputes the logits in slices of the vocabulary to compute the gradient of the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from alignment.models.first_part import is_enough
 from alignment.models.tiles.choice import tiles_for
 from alignment.models.tiles.products import LogitTransform, coefficient_dtype, tile_length, wide_product, write_product
 
 DEFAULT_TILE_BYTES = 256 * 2**20
 _AS_THEY_ARE = LogitTransform()
-_first_only: list[bool] = []
-
-
-@contextlib.contextmanager
-def only_first_tile() -> Iterator[None]:
-    """Compute a single tile within this context, for a memory plan: all tiles need the same memory."""
-    _first_only.append(True)
-    try:
-        yield
-    finally:
-        _first_only.pop()
 
 
 def _tile_starts(count: int, step: int) -> range:
     """Return where the tiles of ``count`` rows begin."""
-    return range(min(count, 1)) if _first_only else range(0, count, step)
+    return range(min(count, 1)) if is_enough() else range(0, count, step)
 
 
 class TokenStats(NamedTuple):

@@ -11,10 +11,9 @@ sequences of different lengths may have different numbers of slices.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from alignment.config.errors import OptionError, first_line
 from alignment.internals.deepspeed_zero3 import forget_leaf
 from alignment.internals.transformers import loading
 from alignment.models.architectures import decoder_of, shorten
+from alignment.models.first_part import is_enough
 from alignment.models.partitioning import decoder_layers
 
 _SHAPE, _CUT = (2, 8), 5  # rows and tokens of the probe, and the tokens of its slices, which cut across rows
 _VOCABULARY, _WIDTH = 32, 64  # of the model that is probed, which would take seconds in its own size
-_first_only: list[bool] = []
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -67,16 +66,6 @@ def mlps_of(model: PreTrainedModel, name: str | None) -> list[Any]:
     return mlps
 
 
-@contextlib.contextmanager
-def only_first_slice() -> Iterator[None]:
-    """Compute a single slice within this context, for a memory plan: all slices need the same memory."""
-    _first_only.append(True)
-    try:
-        yield
-    finally:
-        _first_only.pop()
-
-
 def is_tiled(module: nn.Module) -> bool:
     """Return whether a module is an MLP that is computed in slices."""
     return isinstance(module.forward, functools.partial) and module.forward.func is _in_slices
@@ -93,10 +82,10 @@ def _in_slices(whole: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     def slices(states: Tensor) -> Iterable[tuple[int, Tensor]]:
         # The backward pass of split is one concatenation; that of each slice would allocate a gradient of all tokens.
         size = -(-tokens // count)
-        return enumerate(states.reshape(1, tokens, width).split([size, tokens - size] if _first_only else size, 1))
+        return enumerate(states.reshape(1, tokens, width).split([size, tokens - size] if is_enough() else size, 1))
 
     def computed(part: Tensor, number: int) -> Tensor:
-        return part * 1 if number and _first_only else whole(part)
+        return part * 1 if number and is_enough() else whole(part)
 
     if not torch.is_grad_enabled():
         return torch.cat([computed(part, number) for number, part in slices(hidden)], 1).view(hidden.shape)

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from alignment.internals.transformers import attending_with, chosen_attention, deciding_on_packing, experts_with
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
+from alignment.models.first_part import only_first_part
 from alignment.models.loading import checkpoint_first, disable_dropout, enable_checkpointing
-from alignment.models.logprobs import only_first_tile
 from alignment.models.packed_attention import flash_attn_varlen_func
 from alignment.models.partitioning import decoder_layers
 from alignment.models.scorer import Scorer
 from alignment.models.source import ModelSource
-from alignment.models.tiled_mlp import only_first_slice
 from alignment.planning.live import LiveBytes, live_bytes, tagged
 from alignment.planning.stand_in import attention_of, grouped_product, stand_in
 from alignment.run.durable import replace_text
@@ -162,8 +161,7 @@ class Counting:
             with (
                 torch.set_grad_enabled(scorer.training),
                 attending_with(scorer.model, attention_of(scorer.model, self._kernel, self._rows)),
-                only_first_tile(),
-                only_first_slice(),
+                only_first_part(),
                 experts_with(grouped_product),
                 deciding_on_packing(lambda *_: None, lambda: True),  # positions have no values
             ):

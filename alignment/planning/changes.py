@@ -47,15 +47,14 @@ def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -
     rows = options.per_device_train_batch_size
     if isinstance(options, OnlineOptions) and options.rollout_batch_size != 1:
         yield Change({"rollout_batch_size": 1}, True, "slower rollouts")
-    if options.gradient_checkpointing is not True and options.gradient_checkpointing != "auto":
-        yield Change({"gradient_checkpointing": True}, True, "a third more computation")
+    recomputing = {} if options.gradient_checkpointing else {"gradient_checkpointing": True}
+    if recomputing:
+        yield Change(recomputing, True, "a third more computation")
     if not options.activation_offloading:
-        offloading = {"activation_offloading": True}
-        if not options.gradient_checkpointing:
-            offloading["gradient_checkpointing"] = True
-        yield Change(offloading, True, "hidden states are copied to host memory and back")
+        moving = {"activation_offloading": True, **recomputing}
+        yield Change(moving, True, "hidden states are copied to host memory and back")
     if options.tiled_mlp is not True:
-        yield Change({"tiled_mlp": True}, True, "MLPs are recomputed once more")
+        yield Change({"tiled_mlp": True}, True, "MLPs are computed in slices of the sequence")
     if rows > 1:
         steps = options.gradient_accumulation_steps * rows
         fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}

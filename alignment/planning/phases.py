@@ -273,7 +273,7 @@ class Phases:
         if self._stage == 3 and self._offloaded:
             parts["weights"] = page_locked(self.weights.base / self.run.ranks)
         if self.run.options.activation_offloading:
-            parts["hidden states"] = self._hidden * self.checkpointed
+            parts["hidden states"] = page_locked(self._hidden * self.checkpointed)
         for model in self.run.frozen:
             weights = self.run.weights_of(model.source)
             if model.placement == "offload" and weights is not None:

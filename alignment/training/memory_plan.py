@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from alignment.training.method import AnyMethod
     from alignment.training.preparation import PlannedModels
 
+_SLICES = "tiled_mlp: auto computes MLPs in slices"
+
 
 @dataclass
 class RunPlan:
@@ -114,12 +116,17 @@ class RunPlan:
         if self.options.tiled_mlp != AUTO or self.mlp is not None:
             return self
         try:
-            name = self.policy.in_slices(self.options).mlp
-            if (skeleton := known_skeleton(self.policy)) is not None:
-                mlps_of(skeleton, name)
+            return replace(self, mlp=self._sliced.mlp)
         except OptionError:
             return self
-        return replace(self, mlp=name)
+
+    @functools.cached_property
+    def _sliced(self) -> ModelSource:
+        """The policy's model with MLPs in slices; raises OptionError if it does not support that."""
+        found = self.policy.in_slices(self.options)
+        if (skeleton := known_skeleton(self.policy)) is not None:
+            mlps_of(skeleton, found.mlp)
+        return found
 
     def settled(self) -> RunPlan:
         """Return the plan with MLPs in slices if that takes less memory, and the GPUs, equal on all ranks, need it."""
@@ -167,7 +174,7 @@ class RunPlan:
             rewards = tuple(replace(one, placement=changed["reward_placement"]) for one in rewards)
         policy, reference = self.policy, self.reference
         if changed.get("tiled_mlp") is True:
-            policy = policy.in_slices(options)
+            policy = self._sliced
             if reference is not None:
                 reference = policy if reference is self.policy else reference.in_slices(options)
         models: dict[str, Any] = {"policy": policy, "reference": reference, "rewards": rewards}
@@ -192,8 +199,8 @@ class RunPlan:
     def lines(self) -> Iterator[str]:
         """Yield the plan as a table, the longest sequences that fit, and the changes with which the run fits."""
         yield from lines(self.plan, self.card, self.memory)
-        if self._slices:
-            yield self._slices.strip(", ")
+        if self.mlp is not None:
+            yield _SLICES
         yield f"longest sequences that fit: {f'{self.longest} tokens' if self.longest else 'none'}"
         if not self.fits:
             found = self.changes()
@@ -203,14 +210,12 @@ class RunPlan:
 
     def describe(self) -> str:
         """Return a line for the start of a run, with the changes if it does not fit."""
-        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}{self._slices}"
+        text = f"memory plan: {verdict(self.plan, self.card, self.memory)}"
+        if self.mlp is not None:
+            text += f", {_SLICES}"
         if self.fits:
             return text
         return f"warning: {text}; with one of these it fits: {'; '.join(self.changes()) or 'no known change'}"
-
-    @property
-    def _slices(self) -> str:
-        return "" if self.mlp is None else ", tiled_mlp: auto computes MLPs in slices"
 
     def compared(self, phases: Mapping[str, Mapping[str, float]]) -> str:
         """Return the predicted and the measured peak of each phase, from the totals of phases."""

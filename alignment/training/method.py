@@ -79,17 +79,17 @@ class Window(Generic[BatchT]):
         reference = self.models.reference
         assert reference is not None
         ask = reference.token_logps if tokens else reference.sequence_logps
-        merges = isinstance(reference, EngineReference) and reference.engine.partitioned
+        gathered = reference if isinstance(reference, EngineReference) and reference.engine.partitioned else None
         asked = (sequences(each, self.dataset) for each in self.batches)
         found: list[Tensor] = []
         with self.phases("reference") as record:
-            while some := list(itertools.islice(asked, self.together if merges else 1)):
+            while some := list(itertools.islice(asked, 1 if gathered is None else self.together)):
                 record.tokens += sum(batch.tokens for batch, _ in some)
-                if isinstance(reference, EngineReference) and merges:
-                    several = [batch for batch, _ in some * (self.together if self.rehearses else 1)]
-                    found += reference.logps_of_each(several[: self.together], tokens=tokens)[: len(some)]
-                else:
+                if gathered is None:
                     found.append(ask(*some[0]))
+                else:
+                    several = [batch for batch, _ in some * (self.together if self.rehearses else 1)]
+                    found += gathered.logps_of_each(several[: self.together], tokens=tokens)[: len(some)]
         return found
 
 

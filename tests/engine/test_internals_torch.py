@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import DRIVERS
 from torch import nn
-from torch.cuda import _pin_memory_utils
 from torch.utils import cpp_extension
 
 from alignment.engines.launch_env import init_distributed
@@ -22,7 +19,6 @@ from alignment.internals.torch import (
     has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
-    lock_pages,
     release_pinned_memory,
     schedule_may_go_first,
     storage_key,
@@ -172,26 +168,6 @@ def test_deprecated_collectives_do_not_warn() -> None:
         gather()
         with pytest.raises(FutureWarning):
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
-
-
-def test_pages_of_host_memory_are_locked_in_their_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By functions of CUDA that torch passes on; one that fails raises an error."""
-    tensor, calls = torch.empty(5, 7), []
-    status = iter([0, 0, 2])
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *given: calls.append(given) or next(status),
-        cudaHostUnregister=lambda *given: calls.append(given) or next(status),
-        cudaError=SimpleNamespace(success=0),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "_cudart", runtime)
-    monkeypatch.setattr(torch.cuda, "CudaError", RuntimeError)  # which asks the runtime for a text
-    lock_pages(tensor)()
-    assert calls == [(tensor.data_ptr(), 140, 1), (tensor.data_ptr(),)]
-    with pytest.raises(RuntimeError, match="2"):
-        lock_pages(tensor)
-    source = inspect.getsource(_pin_memory_utils)
-    assert "cudart.cudaHostRegister(" in source and "cudart().cudaHostUnregister(data_ptr)" in source
 
 
 def test_tensors_without_data_are_seen_with_their_sizes() -> None:
