@@ -164,6 +164,7 @@ def test_updates_are_bitwise_those_without(
     assert copies.moved == [LAYERS * sum(map(sum, passes)) * HIDDEN * (2 if more.get("bf16") else 4)] * 2
 
 
+@pytest.mark.ci
 def test_ranks_with_unequal_lengths_train_as_without(model: str, tmp_path: Path, ranks: RankServer) -> None:
     """With sequences of different lengths, at stages 2 and 3, on a device that is the host."""
     runs = [

@@ -157,9 +157,12 @@ class Decides(TrainerCallback):
         return copy.copy(control)
 
 
+STAGED = [("stage2", False), ("stage3-offload", False)]
+
+
 @pytest.mark.parametrize(
     ("stage", "adapters"),
-    [("stage0", False), ("stage2", False), ("stage3-offload", False), ("stage3", True)],
+    [("stage0", False), *(pytest.param(*case, marks=pytest.mark.ci) for case in STAGED), ("stage3", True)],
 )
 def test_the_best_checkpoint_is_loaded_at_the_end(model: str, tmp_path: Path, stage: str, adapters: bool) -> None:
     given: dict[str, Any] = {"deepspeed": STAGES[stage], "save_total_limit": 1, "learning_rate": 1e-2}

@@ -253,7 +253,9 @@ def check_all(bench: Bench, method: str, cases: list[Combination]) -> None:
     "part",
     ["most-pairs", pytest.param("all-pairs", marks=pytest.mark.ci), pytest.param("more", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize(
+    "method", [pytest.param(n, marks=pytest.mark.ci if n in ("dpo", "sft", "reward") else ()) for n in NAMES]
+)
 def test_the_first_window(bench: Bench, method: str, part: str) -> None:
     """In 300 combinations, which start with those that cover the most pairs of choices."""
     check_all(bench, method, covering(factors(method), allowed, count=PARTS[part].stop)[PARTS[part]])

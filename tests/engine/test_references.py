@@ -156,6 +156,7 @@ def test_micro_batches_of_a_reference_that_share_a_pass(
     built.close()
 
 
+@pytest.mark.ci
 def test_two_ranks_share_passes(tmp_path: Path, ranks: RankServer) -> None:
     """Also in the last window and in an evaluation, where a rank has micro-batches without rows."""
     models = {name: make_model(tmp_path / name, seed=seed) for name, seed in (("tied", 0), ("reference", 1))}

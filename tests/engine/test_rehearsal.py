@@ -43,10 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("method", "stage"),
     [
         ("KTO", "stage3"),
-        ("OnlineDPO", "stage2"),
         *(
             pytest.param(*case, marks=pytest.mark.ci)
-            for case in [("KTO", "stage0"), ("KTO", "stage2"), ("OnlineDPO", "stage0"), ("OnlineDPO", "stage3"),
+            for case in [("KTO", "stage0"), ("KTO", "stage2"), ("OnlineDPO", "stage0"), ("OnlineDPO", "stage2"), ("OnlineDPO", "stage3"),
                          ("Reward", "stage2"), ("DPO", "stage3-offload")]
         ),
     ],

@@ -85,6 +85,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.ci
 def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, world: Path, tmp_path: Path) -> None:
     given = ("--prompts", "prompts.jsonl", "-n", 3, "--as", "pairs", "--chunk_size", 2, "--reward_funcs")
     whole = run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", tmp_path / "whole.jsonl")
@@ -114,13 +115,16 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     assert ".jsonl: 0 of 8 prompts sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
 
 
+PAIRS = ("pairs", "--reward_model_path=classifier", "policy")
+
+
 @pytest.mark.parametrize(
     ("rows", "scored", "model", "config", "trainer"),
     [
         ("unpaired", "--judge=rewards.py:first", "adapter", KTOConfig, KTOTrainer),
-        ("pairs", "--reward_model_path=classifier", "policy", DPOConfig, DPOTrainer),
-        ("pairs", "--reward_model_path=classifier", "policy", CPOConfig, CPOTrainer),
-        ("completions", "--dtype=float32", "adapter-4bit", SFTConfig, SFTTrainer),
+        pytest.param(*PAIRS, DPOConfig, DPOTrainer, marks=pytest.mark.ci),
+        pytest.param(*PAIRS, CPOConfig, CPOTrainer, marks=pytest.mark.ci),
+        pytest.param("completions", "--dtype=float32", "adapter-4bit", SFTConfig, SFTTrainer, marks=pytest.mark.ci),
     ],
 )
 def test_methods_train_on_the_rows(

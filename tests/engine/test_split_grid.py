@@ -2,7 +2,7 @@
 
 Each run is compared with the baseline of its method and optimizer: one rank, no ZeRO, fp32, one padded micro-batch, no
 checkpointing. The baseline is compared with float64 in ``test_split_invariance.py``, ``test_sft.py`` and
-``test_reward_training.py``. By default, a subset covers every pair of values; ``-m slow`` runs all.
+``test_reward_training.py``. ``-m ci`` runs a subset that covers every pair of values, and ``-m slow`` all.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ BF16, BF16_ROUNDING = 0.05, 2**-8
 # The second step of 8-bit Adam: stages 2 and 3 quantize moments of flattened weights, in other blocks than stage 0.
 QUANTIZED = 0.05
 _SAMPLED = "test_the_update_matches_the_baseline_run"
-
-
-def marked(case: Combination) -> Any:
-    """Mark cases with an optimizer in host memory for test-ci."""
-    return pytest.param(case, marks=pytest.mark.ci if "offload" in case["engine"][0] else ())
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +80,8 @@ def found(
     return outcomes(selected_cases(request, _SAMPLED), models, tmp_path_factory.mktemp("sampled"), ranks)
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in sampled()], ids=name_of)
+@pytest.mark.ci
+@pytest.mark.parametrize("case", sampled(), ids=name_of)
 def test_the_update_matches_the_baseline_run(case: Combination, found: Results) -> None:
     check(case, found)
 

@@ -205,6 +205,7 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
 NUMBER = r"-?[\d.,]+(?:e-?\d+)?"
 
 
+@pytest.mark.ci
 def test_a_run_in_a_log_file(tmp_path: Path) -> None:
     """One line per logging step and evaluation, and nothing that draws itself again, also not by libraries."""
     make_model(tmp_path / "good")

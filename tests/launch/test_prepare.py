@@ -88,6 +88,7 @@ def test_a_run_finds_the_rows(
     assert tree(cache) == before
 
 
+@pytest.mark.ci
 def test_preparation_does_not_wait_for_a_run_in_the_folder(prepare: Callable[..., Any], tmp_path: Path) -> None:
     """By the time the next run starts, it will have been requeued or have ended."""
     with holding(tmp_path / "out") as process:
@@ -101,10 +102,10 @@ def test_preparation_does_not_wait_for_a_run_in_the_folder(prepare: Callable[...
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--fp16", "true"), "compute dtype float16"),
+        pytest.param(("--fp16", "true"), "compute dtype float16", marks=pytest.mark.ci),
         (("--optim", "deepspeed_cpu_adam", "--deepspeed", "zero2_offload"), '"pin_memory": true'),
-        (("--use_peft", "--load_in_4bit"), "4-bit base weights"),
-        (("--per_device_train_batch_size", "1", "--ranks=2"), "rows per step: 2"),
+        pytest.param(("--use_peft", "--load_in_4bit"), "4-bit base weights", marks=pytest.mark.ci),
+        pytest.param(("--per_device_train_batch_size", "1", "--ranks=2"), "rows per step: 2", marks=pytest.mark.ci),
         (("--ref_placement", "precomputed"), "The run computes the reference's log-probs"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
