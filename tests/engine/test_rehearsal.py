@@ -45,8 +45,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("KTO", "stage3"),
         *(
             pytest.param(*case, marks=pytest.mark.ci)
-            for case in [("KTO", "stage0"), ("KTO", "stage2"), ("OnlineDPO", "stage0"), ("OnlineDPO", "stage2"), ("OnlineDPO", "stage3"),
-                         ("Reward", "stage2"), ("DPO", "stage3-offload")]
+            for case in [("KTO", "stage0"), ("KTO", "stage2"), ("OnlineDPO", "stage0"), ("OnlineDPO", "stage2"),
+                         ("OnlineDPO", "stage3"), ("Reward", "stage2"), ("DPO", "stage3-offload")]
         ),
     ],
 )  # fmt: skip
