@@ -102,22 +102,28 @@ def server_variables(options: OnlineOptions) -> dict[str, str]:
     return VARIABLES | on_cpu
 
 
+def server_environment(options: OnlineOptions) -> dict[str, str]:
+    """Return the environment of this process for a server, without what concerns the ranks and their libraries."""
+    # vLLM joins a process group of its own. Its pool of memory that sleeps excludes expandable segments.
+    dropped = {*RANK_VARIABLES, *ALLOCATOR_VARIABLES, "LOCAL_WORLD_SIZE", "PYTHONHOME"}
+    program = Path(options.vllm_executable).expanduser()
+    if program.name != options.vllm_executable and Path(sys.prefix) not in program.absolute().parents:
+        dropped.add("PYTHONPATH")  # it is in another environment
+    prefixes = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+    kept = {name: text for name, text in os.environ.items() if name not in dropped and not name.startswith(prefixes)}
+    return kept | server_variables(options)
+
+
 def colocated_environment(options: OnlineOptions, key: str, device: int | None) -> dict[str, str]:
-    """Return the environment of a colocated server: that of this rank without what concerns its own libraries.
+    """Return the environment of a colocated server, which listens on the local host only.
 
     Args:
         options: the run's options.
         key: the API key of the server.
         device: index of this rank's GPU among those that it sees; None for the CPU.
     """
-    # vLLM joins a process group of its own. Its pool of memory that sleeps excludes expandable segments.
-    dropped = {*RANK_VARIABLES, *ALLOCATOR_VARIABLES, "LOCAL_WORLD_SIZE", "PYTHONHOME"}
-    if Path(sys.prefix) not in Path(options.vllm_executable).absolute().parents and os.sep in options.vllm_executable:
-        dropped.add("PYTHONPATH")  # of another environment
-    prefixes = ("TORCHELASTIC_", "ROLE_", "GROUP_")
-    kept = {name: text for name, text in os.environ.items() if name not in dropped and not name.startswith(prefixes)}
-    kept |= server_variables(options) | {"VLLM_API_KEY": key, "VLLM_HOST_IP": LOCAL}
+    found = server_environment(options) | {"VLLM_API_KEY": key, "VLLM_HOST_IP": LOCAL}
     if device is not None:
         seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-        kept["CUDA_VISIBLE_DEVICES"] = seen[device].strip() if seen else str(device)
-    return kept
+        found["CUDA_VISIBLE_DEVICES"] = seen[device].strip() if seen else str(device)
+    return found
