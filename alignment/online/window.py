@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -207,9 +207,11 @@ class OnlineWindowPass(WindowPass):
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
 
-    def rehearsing(self, data: PreparedData) -> AbstractContextManager[None]:
-        """Wrap a rehearsal."""
-        return self.rollout.rehearsing(functools.partial(self._longest, data))
+    @contextlib.contextmanager
+    def rehearsing(self, data: PreparedData) -> Iterator[None]:
+        """Let the rollout prepare for a rehearsal."""
+        with self.rollout.rehearsing(functools.partial(self._longest, data)):
+            yield
 
     def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
         """Generate as many completions at a time as the run will, each as long as it may be, and pair them."""
@@ -250,8 +252,9 @@ class OnlineWindowPass(WindowPass):
             request = RolloutRequest(prompts, count, self.sampling, seeds.rollout)
             self.rollout.update(f"{self._series}-{self.models.policy.engine.global_steps}")
             completions = self.rollout.generate(request)
-            for name, (total, number) in self.rollout.measured.items() if sums is not None else ():
-                sums.add(name, total, number)
+            if sums is not None:
+                for name, (total, number) in self.rollout.measured.items():
+                    sums.add(name, total, number)
             record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
         # Random draws of user code are reproducible, and do not affect other random streams.
         with self.phases("score") as record, seeded(seeds.code):

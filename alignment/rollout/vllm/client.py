@@ -214,7 +214,7 @@ class Client:
             try:
                 response = await self._http.request(method, path, **content)
                 status, is_json = response.status_code, "json" in response.headers.get("Content-Type", "")
-                found = response.json() if is_json else response.text
+                found: Any = response.json() if is_json else response.text
                 if status < 300:
                     self._moved = time.monotonic()
                     return found
