@@ -24,7 +24,7 @@ _NO_PATH: dict[str, Any] = {"detail": "Not Found"}
 
 
 class Fault(NamedTuple):
-    """What happens instead of a response: a status with a text; 0 closes the connection; ``wait`` comes before it."""
+    """What happens instead of a response: a status with a text; 0 closes the connection; 200 is only late."""
 
     status: int = 0
     text: str = ""
@@ -206,6 +206,7 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
                 if fault.status <= 0:
                     self.close_connection = True
                     return
+                fault = None if fault.status == 200 else fault
             guarded = server.key and path.startswith(("/v1", "/inference"))
             if guarded and self.headers.get("Authorization") != f"Bearer {server.key}":
                 fault = Fault(401, "Unauthorized")

@@ -12,9 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -22,41 +21,28 @@ from alignment.config.errors import OptionError, TrainingError, one_line, settin
 from alignment.run.activity import ACTIVITY
 from alignment.run.stop import REQUESTS
 
-Result = TypeVar("Result")
 KEY = "VLLM_API_KEY"  # vLLM reads the same environment variable
 SERVE = "`deepspeed-alignment vllm-serve RECIPE` prints the command that starts a server"
 _GENERATE = "/inference/v1/generate"
 _MOST_REQUESTS = 256  # at the same time; more would only wait in the server's queue
-_LONGEST_PAUSE_S = 5.0
 _STOPPING_S = 10.0  # that a call may take once a stop is requested
 
 
 class Choice(NamedTuple):
-    """A completion: its token ids with the stop token, their raw log-probs, and the versions of the weights."""
+    """A completion."""
 
-    ids: tuple[int, ...]
-    logps: tuple[float, ...]
-    versions: tuple[str, ...]
+    ids: tuple[int, ...]  #: its tokens, with the one that ended it
+    logps: tuple[float, ...]  #: their raw log-probs
+    versions: tuple[str, ...]  #: those of the weights that made it
 
 
-@dataclass(frozen=True)
-class ServerInfo:
-    """What a server is.
+class ServerInfo(NamedTuple):
+    """What a server is."""
 
-    Attributes:
-        model: the name of the base model in requests; ``root`` is where it was loaded from.
-        max_length: the largest length of prompt and completion together, in tokens.
-        weights, sleeping: see :meth:`Client.state`.
-        config: vLLM's configuration as JSON, such as ``config["lora_config"]["max_lora_rank"]``; ``env`` are the
-            variables of its environment.
-    """
-
-    model: str
-    root: str
-    max_length: int
-    weights: str
-    sleeping: bool
-    config: Mapping[str, Any]
+    model: str  #: the name of the base model in requests
+    root: str  #: where it was loaded from
+    max_length: int  #: the largest length of prompt and completion together, in tokens
+    config: Mapping[str, Any]  #: vLLM's configuration as JSON, and the variables of its environment as ``env``
 
 
 class Client:
@@ -97,7 +83,7 @@ class Client:
         base = next(each for each in self._call("GET", "/v1/models")["data"] if each["parent"] is None)
         found = self._call("GET", "/server_info", params={"config_format": "json"})
         config = {**found["vllm_config"], "env": found["vllm_env"]}
-        return ServerInfo(base["id"], base["root"], base["max_model_len"], *self.state(), config)
+        return ServerInfo(base["id"], base["root"], base["max_model_len"], config)
 
     def state(self) -> tuple[str, bool]:
         """Return the version of the weights, ``default`` until one is set, and whether the server sleeps."""
@@ -187,7 +173,7 @@ class Client:
         """Return the response to a request; None if its status is ``or_status``."""
         return self._run(self._answer(method, path, or_status, **content))
 
-    def _run(self, coroutine: Coroutine[Any, Any, Result], look: Callable[[], None] = lambda: None) -> Result:
+    def _run(self, coroutine: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None) -> Any:
         """Wait for a coroutine; raise when no response has come for too long. As this is bounded, it is no hang."""
         self._moved, self._said, told = time.monotonic(), "", False
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -220,7 +206,7 @@ class Client:
                     return found
                 error = found.get("error", found) if is_json else found
                 text = error.get("message", error) if isinstance(error, dict) else error
-                self._said = f"{path}: HTTP {status}: {' '.join(str(text).split())[:300]}"
+                self._said = f"{path}: HTTP {status}: {' '.join(str(text).split())[:300] or 'no reason'}"
                 if status == or_status:
                     return None
                 if status < 500:
@@ -229,7 +215,7 @@ class Client:
             except httpx.TransportError as error:
                 self._said = f"{path}: {type(error).__name__}: {one_line(error)}"
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, 5.0)
 
 
 def _advice(path: str, status: int, missing: bool) -> str:

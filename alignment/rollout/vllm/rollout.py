@@ -111,7 +111,7 @@ class VLLMRollout(Rollout):
         fits = info.max_length >= length, most >= count, lora["max_lora_rank"] >= own
         others = Path(info.root).name != Path(name).name and not options.vllm_allow_base_mismatch
         problems = (
-            (info.sleeping, _ASLEEP),
+            (client.state()[1], _ASLEEP),
             (others, f"it serves {info.root}, but the policy is {name}; start it with the same model"),
             (not fits[0], f"its contexts are of {info.max_length} tokens; start it with --max-model-len {length}"),
             (not fits[1], f"it makes at most {most} completions at a time; start it with --max-num-seqs {count}"),
