@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.fake_vllm import GENERATE, FakeVLLM
 from support.helpers import make_model, train_and_close
 
