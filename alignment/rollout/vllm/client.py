@@ -46,8 +46,9 @@ class ServerInfo:
     Attributes:
         model: the name of the base model in requests; ``root`` is where it was loaded from.
         max_length: the largest length of prompt and completion together, in tokens.
-        weights: the version of the weights; ``default`` until one is set.
-        config: vLLM's configuration as JSON, such as ``config["lora_config"]["max_lora_rank"]``.
+        weights, sleeping: see :meth:`Client.state`.
+        config: vLLM's configuration as JSON, such as ``config["lora_config"]["max_lora_rank"]``; ``env`` are the
+            variables of its environment.
     """
 
     model: str
@@ -94,14 +95,14 @@ class Client:
             what = "a server of `trl vllm-serve`, which has another protocol" if trl else "not a server of vLLM"
             raise self.error(f"this is {what}; {SERVE}")
         base = next(each for each in self._call("GET", "/v1/models")["data"] if each["parent"] is None)
-        return ServerInfo(
-            base["id"],
-            base["root"],
-            base["max_model_len"],
-            self._call("GET", "/weight_info")["weight_version"],
-            self._call("GET", "/is_sleeping")["is_sleeping"],
-            self._call("GET", "/server_info", params={"config_format": "json"})["vllm_config"],
-        )
+        found = self._call("GET", "/server_info", params={"config_format": "json"})
+        config = {**found["vllm_config"], "env": found["vllm_env"]}
+        return ServerInfo(base["id"], base["root"], base["max_model_len"], *self.state(), config)
+
+    def state(self) -> tuple[str, bool]:
+        """Return the version of the weights, ``default`` until one is set, and whether the server sleeps."""
+        version = self._call("GET", "/weight_info")["weight_version"]
+        return version, self._call("GET", "/is_sleeping")["is_sleeping"]
 
     def generate(
         self, bodies: Sequence[Mapping[str, Any]], look: Callable[[], None] = lambda: None
@@ -213,7 +214,7 @@ class Client:
             try:
                 response = await self._http.request(method, path, **content)
                 status, is_json = response.status_code, "json" in response.headers.get("Content-Type", "")
-                found = response.json() if is_json else response.text
+                found: Any = response.json() if is_json else response.text
                 if status < 300:
                     self._moved = time.monotonic()
                     return found
