@@ -121,11 +121,14 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def resolve(self) -> None:
         """Translate ``use_transformers_paged`` and ``use_vllm`` to ``rollout_backend``."""
-        for alias, backend in (("use_transformers_paged", "continuous"), ("use_vllm", "vllm")):
-            if getattr(self, alias):
-                if self.rollout_backend not in ("auto", backend):
-                    refuse(self, f"{alias} rollout_backend", "they contradict each other; remove one of them")
-                self.rollout_backend = backend
+        if self.use_transformers_paged and self.rollout_backend not in ("auto", "continuous"):
+            refuse(self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them")
+        if self.use_transformers_paged:
+            self.rollout_backend = "continuous"
+        if self.use_vllm and self.rollout_backend not in ("auto", "vllm"):
+            refuse(self, "use_vllm rollout_backend", "they contradict each other; remove one of them")
+        if self.use_vllm:
+            self.rollout_backend = "vllm"
 
     def check(self) -> None:
         """Check the options for sampling, lengths and scoring."""
