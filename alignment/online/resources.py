@@ -116,7 +116,7 @@ class OnlineResources(Resources):
         options = self.options
         if options.rollout_backend == "vllm":
             assert policy is not None
-            return VLLMRollout(options, *policy)
+            return VLLMRollout(options, *policy, self.dtypes.compute)
         return RolloutEngine(
             backend=options.rollout_backend,
             batch_size=options.rollout_batch_size,

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 GENERATE = "/inference/v1/generate"
 RESTART = -1  # status: the server restarts, and closes the connection
-_DEVELOPMENT = ("weight", "sleep", "server_info", "pause", "resume", "reset", "collective", "wake", "get_world")
+_DEVELOPMENT = ("weight", "sleep", "server_info", "pause", "resume", "reset", "collective", "wake")
 _NO_PATH: dict[str, Any] = {"detail": "Not Found"}
 
 
@@ -54,13 +54,14 @@ class FakeVLLM:
                              "enable_sleep_mode": False},
             "scheduler_config": {"max_num_seqs": 16},
             "lora_config": {"max_lora_rank": 16},
+            "device_config": {"device": "cuda"},  # on a CPU, vLLM does not reload every weight
         }  # fmt: skip
         self.requests: list[tuple[str, Any]] = []
         self.fault: Callable[[str, int], Fault | None] = lambda path, number: None
         self.edit: Callable[[dict[str, Any]], None] = lambda answer: None
         self.flags = {"scale-out", "dev", "lora"}
         self.trl = self.ignores_weights = False
-        self.lock, self.released, self.awake = threading.RLock(), threading.Event(), threading.Event()
+        self.lock, self.released = threading.RLock(), threading.Event()
         self.restart()
         self._http = _Http(("127.0.0.1", port), _handler(self))
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -70,7 +71,7 @@ class FakeVLLM:
         with self.lock:
             self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
             self.version, self.adapters = "default", dict[str, tuple[str, Any]]()
-            self.awake.set()
+            self.sleeping = self.paused = False
 
     def paths(self, *names: str) -> list[str]:
         """The paths of the requests so far, of these only."""
@@ -82,7 +83,7 @@ class FakeVLLM:
 
     def answer(self, path: str, query: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return the status and the content of the response to a request."""
-        missing = {"dev": any(path[1:].startswith(p) or f"_{p}" in path for p in _DEVELOPMENT), "lora": "lora" in path}
+        missing = {"dev": any(word in path for word in _DEVELOPMENT), "lora": "lora" in path}
         if path == "/get_world_size/" and self.trl:
             return 200, {"world_size": 1}
         if self.trl or any(flag not in self.flags and there for flag, there in missing.items()):
@@ -90,7 +91,8 @@ class FakeVLLM:
         if path == GENERATE:
             if "scale-out" not in self.flags:
                 return 403, _error("Scale-out endpoints are disabled.")
-            self.awake.wait(30)
+            while (self.sleeping or self.paused) and not self.released.wait(0.01):
+                pass
             with self.lock:
                 return self._generate(body)
         with self.lock:
@@ -111,11 +113,14 @@ class FakeVLLM:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path in ("/sleep", "/wake_up"):
-            (self.awake.clear if path == "/sleep" else self.awake.set)()
+            self.sleeping = path == "/sleep"
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
         found = {
             "/version": {"version": "0.32.0"},
             "/weight_info": {"weight_version": self.version},
-            "/is_sleeping": {"is_sleeping": not self.awake.is_set()},
+            "/is_sleeping": {"is_sleeping": self.sleeping},
+            "/is_paused": {"is_paused": self.paused},
             "/reset_prefix_cache": {"success": True},
             "/server_info": {
                 "vllm_config": self.config,
@@ -174,7 +179,6 @@ class FakeVLLM:
             yield self
         finally:
             self.released.set()
-            self.awake.set()
             self._http.shutdown()
             self._http.server_close()
 

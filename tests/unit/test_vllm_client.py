@@ -59,12 +59,12 @@ def test_what_the_server_is(server: FakeVLLM, client: Client) -> None:
     client.set_version("a-1")
     info = client.info()
     assert (info.model, info.root, info.max_length) == ("base", server.folder, 64)
-    assert client.state() == ("a-1", False)
+    assert client.state() == ("a-1", False, False)
     assert info.config["lora_config"]["max_lora_rank"] == 16
     client.sleep(2)
-    assert client.state() == ("a-1", True)
+    assert client.state() == ("a-1", True, False)
     client.wake()
-    assert client.state() == ("a-1", False)
+    assert client.state() == ("a-1", False, False)
 
 
 def test_an_adapter_whose_first_response_was_lost_is_loaded(server: FakeVLLM, client: Client, tmp_path: Path) -> None:

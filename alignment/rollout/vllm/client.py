@@ -75,7 +75,7 @@ class Client:
         threading.Thread(target=self._loop.run_forever, name="alignment-vllm", daemon=True).start()
 
     def info(self) -> ServerInfo:
-        """Ask what the server is; raise if it does not answer, is not vLLM, or lacks the development endpoints."""
+        """Ask what the server is; raise if it is not vLLM, or has no development endpoints."""
         if self._call("GET", "/version", or_status=404) is None:
             trl = self._call("GET", "/get_world_size/", or_status=404) is not None
             what = "a server of `trl vllm-serve`, which has another protocol" if trl else "not a server of vLLM"
@@ -85,10 +85,10 @@ class Client:
         config = {**found["vllm_config"], "env": found["vllm_env"]}
         return ServerInfo(base["id"], base["root"], base["max_model_len"], config)
 
-    def state(self) -> tuple[str, bool]:
-        """Return the version of the weights, ``default`` until one is set, and whether the server sleeps."""
-        version = self._call("GET", "/weight_info")["weight_version"]
-        return version, self._call("GET", "/is_sleeping")["is_sleeping"]
+    def state(self) -> tuple[str, bool, bool]:
+        """Return the version of the weights, ``default`` until one is set, and whether it sleeps and is paused."""
+        version, asleep = self._call("GET", "/weight_info"), self._call("GET", "/is_sleeping")
+        return version["weight_version"], asleep["is_sleeping"], self._call("GET", "/is_paused")["is_paused"]
 
     def generate(
         self, bodies: Sequence[Mapping[str, Any]], look: Callable[[], None] = lambda: None
