@@ -73,7 +73,7 @@ def test_requests_name_every_setting(server: FakeVLLM, tmp_path: Path) -> None:
     more = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "num_generations": 3}
     more |= {"generation_kwargs": {"min_new_tokens": 2}, "gradient_accumulation_steps": 1}
     run(server, tmp_path, max_steps=2, **more)
-    start, *asked = server.bodies()
+    start, *asked = [body for body in server.bodies() if body["sampling_params"]["n"] == 3]
     shared = {"n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1,
               "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 0,
               "detokenize": False, "skip_special_tokens": False}  # fmt: skip
@@ -102,16 +102,17 @@ def no_version(answer: dict[str, Any]) -> None:
 
 
 def processed(answer: dict[str, Any]) -> None:
-    for token in answer["choices"][0]["logprobs"]["content"]:
-        token["logprob"] /= 0.9
+    for choice in answer["choices"]:
+        for token in choice["logprobs"]["content"]:
+            token["logprob"] /= 0.9
 
 
 # What is wrong from the second rollout on, and what the error names.
 FAULTS: dict[str, tuple[Callable[[FakeVLLM], Any], str]] = {
     "stale weights": (ignore, DIFFERENCE),
     "other log-probs": (lambda server: setattr(server, "edit", processed), DIFFERENCE),
-    "restarted": (FakeVLLM.restart, "default.*restarted"),
-    "restarted in the rollout": (lambda server: setattr(server, "fault", restarting()), "restarted"),
+    "restarted after the update": (lambda server: setattr(server, "fault", restarting("/weight_info")), "default"),
+    "restarted in the rollout": (lambda server: setattr(server, "fault", restarting(GENERATE)), "restarted"),
     "another version": (lambda server: setattr(server, "edit", other_version), "other-1"),
     "mixed versions": (lambda server: setattr(server, "edit", mixed_versions), "other-1"),
     "no version": (lambda server: setattr(server, "edit", no_version), "version none"),
@@ -123,10 +124,10 @@ FAULTS: dict[str, tuple[Callable[[FakeVLLM], Any], str]] = {
 }
 
 
-def restarting() -> Callable[[str, int], Fault | None]:
-    """Restart once, at the first request for a completion."""
+def restarting(where: str) -> Callable[[str, int], Fault | None]:
+    """Restart once, at the first request of this path."""
     left = [Fault(RESTART)]
-    return lambda path, number: left.pop() if path == GENERATE and left else None
+    return lambda path, number: left.pop() if path == where and left else None
 
 
 def hanging(path: str, number: int) -> Fault | None:
@@ -230,9 +231,9 @@ def test_the_best_model_that_is_loaded_at_the_end_is_sent(server: FakeVLLM, tmp_
 
 
 def test_another_base_model_on_purpose(server: FakeVLLM, tmp_path: Path) -> None:
+    path, server.folder = server.folder, "/models/other"
     ignore(server)
-    server.folder = "/models/other"
-    trainer = run(server, tmp_path, vllm_allow_base_mismatch=True)
+    trainer = train_and_close(make(server.url, path, tmp_path, vllm_allow_base_mismatch=True))
     assert trainer.state.log_history[2][DIFFERENCE] > 0.01, "measured, but allowed"
 
 
@@ -258,6 +259,14 @@ def test_a_stop_in_a_rollout_saves_the_step_before(server: FakeVLLM, tmp_path: P
     assert trainer.state.global_step == 4
     assert len({version.split("-")[0] for version in versions(server)}) == 2, "a resumed run has names of its own"
     trainer.close()
+
+
+@pytest.mark.parametrize("more", [{}, LORA])
+def test_a_server_that_restarts_between_rollouts_gets_the_weights(
+    server: FakeVLLM, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    trainer = run(server, tmp_path, Acts("on_step_end", 2, server.restart), **more)
+    assert trainer.state.log_history[2][DIFFERENCE] < 1e-5
 
 
 def test_faults_that_pass_are_not_noticed(server: FakeVLLM, tmp_path: Path) -> None:

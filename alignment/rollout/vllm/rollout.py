@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from alignment.config.errors import AlignmentError, OptionError, TrainingError, listing
+from alignment.config.fields import words
 from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import collate
 from alignment.engines.collectives import gathered, largest_numbers, together
@@ -112,7 +113,8 @@ class VLLMRollout(Rollout):
                 raise client.error(problem)
         if not paused or self.adapters is not None:  # an update of full weights, by a run that was killed, is repeated
             self._model = info.model
-            probe = Sampling(1, (), 0, options.temperature, options.top_p, options.top_k, options.min_p)
+            names = words("temperature top_p top_k min_p repetition_penalty")
+            probe = Sampling(1, (), 0, **{name: getattr(options, name) for name in names})
             self._ask(client, [self._body((0,), probe, count, 0)])
 
     def attach(self, policy: ScoringEngine) -> None:
@@ -144,8 +146,8 @@ class VLLMRollout(Rollout):
             bodies = [self._body(ids, request.sampling, count, seed) for ids, seed in zip(request.prompts, seeds)]
             choices = self._ask(client, bodies) if bodies else []
             found = {version for group in choices for choice in group for version in choice.versions or ("none",)}
-            if found - {self._version}:
-                raise self._stale(client, found)
+            if others := found - {self._version}:
+                raise self._stale(client, others)
             self._sleep()
         self._measure(client, request, choices)
         return [[Completion.cut(each.ids, request.sampling) for each in group] for group in choices]
