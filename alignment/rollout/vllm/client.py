@@ -161,13 +161,12 @@ class Client:
 
     def close(self) -> None:
         """Close the connections, at most once."""
-        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(_STOPPING_S)
+        wait([asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop)], _STOPPING_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def error(self, text: str) -> TrainingError:
         """Return an error that names the server, without the key."""
-        text = text.replace(self._key, "<hidden>") if self._key else text
-        return TrainingError(f"vLLM at {self.url}: {text}")
+        return TrainingError(f"vLLM at {self.url}: {text.replace(self._key, '<hidden>') if self._key else text}")
 
     def _call(self, method: str, path: str, or_status: int = 0, **content: Any) -> Any:
         """Return the response to a request; None if its status is ``or_status``."""

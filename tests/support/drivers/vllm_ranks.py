@@ -1,7 +1,7 @@
 """Two ranks whose completions come from the servers of a test, one run after another.
 
-Usage: vllm_ranks.py SPEC.json, which has ``{name: {"url", "model", "more", "stop"}}``; each rank writes what it logged,
-and its error, to ``rank{N}.json`` next to it. ``stop``: seconds after which every rank gets SIGTERM.
+Usage: vllm_ranks.py SPEC.json, which has ``{name: {"url", "model", "more", "stop"}}``; each rank writes what it
+logged, and its error, to ``rank{N}.json`` next to it. ``stop``: seconds after which every rank gets SIGTERM.
 """
 
 from __future__ import annotations
