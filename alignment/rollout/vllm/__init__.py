@@ -1,1 +1,1 @@
-"""Rollouts by vLLM, in a server of its own."""
+"""Rollouts by a vLLM server: a process of its own, with an environment of its own."""
