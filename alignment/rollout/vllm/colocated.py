@@ -26,6 +26,7 @@ from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import local_rank, rank
 
 LOG = "vllm-{rank}.log"
+GRACE_S = 10.0  # that the server has to end by itself
 _POLL_S = 0.5
 _READ_BYTES = 20_000  # of the end of the log, for a message
 _CAUSE = re.compile(r"\b\w+(Error|Exception): .+|\berror: .+")
@@ -81,7 +82,7 @@ class Colocated:
         with self.log.open("ab") as log:
             self._begun = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervise.__file__, str(os.getpid()), *self._command],
+                [sys.executable, "-I", "-S", supervise.__file__, str(os.getpid()), str(GRACE_S), *self._command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -125,7 +126,7 @@ class Colocated:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(supervise.GRACE_S + 5.0)
+                process.wait(GRACE_S + 5.0)
         if process.poll() is None or process.returncode < 0:  # the supervisor hangs, or was killed itself
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -54,15 +54,17 @@ def serve_command(
 
     Raises:
         ModelError: the model is a live object, which a server cannot load.
-        OptionError: the rank of the adapters is too large.
+        OptionError: the server cannot generate as the policy does.
     """
     if source.path is None:
         raise ModelError(
             f"{source.name}: vLLM loads the model by its path; pass a folder or a Hub name to the trainer"
         )
-    model = (
-        os.path.abspath(os.path.expanduser(source.path)) if Path(source.path).expanduser().exists() else source.path
-    )
+    if source.quantization is not None and not options.vllm_allow_base_mismatch:
+        why = f"the policy's {source.quantization.bits}-bit weights are another distribution than the server's"
+        refuse(options, "vllm_allow_base_mismatch", f"{why}; set it to true, or remove the quantization")
+    local = Path(source.path).expanduser()
+    model = os.path.abspath(local) if local.exists() else source.path
     words = [options.vllm_executable, "serve", model, "--host", host, "--port", str(port), "--dtype", compute]
     words += ["--max-model-len", str(options.vllm_max_model_length or options.max_length)]
     words += ["--model-impl", options.vllm_model_impl, "--generation-config", "vllm", "--enable-scale-out"]

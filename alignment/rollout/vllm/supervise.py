@@ -1,9 +1,9 @@
 """Run a colocated vLLM server, and end all of its processes once it exits or the run is gone.
 
-A program, ``python supervise.py PID COMMAND...``, that imports the standard library only. It is the parent of the
-server because a run can end without executing any code: by SIGKILL, or ``os._exit`` while a thread hangs. A signal
-on the death of the parent (``PR_SET_PDEATHSIG``) alone is not sufficient: vLLM's own processes outlive the first one
-if that is killed, and the signal is sent as soon as the thread ends that started the child.
+A program, ``python supervise.py PID GRACE COMMAND...``, that imports the standard library only. It is the parent of
+the server because a run can end without executing any code: by SIGKILL, or ``os._exit`` while a thread hangs. A signal
+on the death of the parent (``PR_SET_PDEATHSIG``) alone is not sufficient: it is sent as soon as the thread ends that
+started the child, and reaches only the first of vLLM's processes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import signal
 import sys
 import time
 
-GRACE_S = 10.0  # that the server has to end by itself
 _TICK_S = 0.5  # between two looks whether the run is still there
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
-def supervise(run: int, command: list[str]) -> int:
-    """Run the command until it exits, the process ``run`` is gone, or this one is told to stop; return its status."""
+def supervise(run: int, grace: float, command: list[str]) -> int:
+    """Run the command until it exits, the process ``run`` is gone, or this one is told to stop; return its status.
+
+    Processes that remain after ``grace`` seconds are killed.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes of the server whose parent has died become our children
     server = os.fork()
@@ -39,7 +41,7 @@ def supervise(run: int, command: list[str]) -> int:
         if received is not None and received.si_signo in _STOP:
             break
     os.killpg(0, signal.SIGTERM)  # blocked here
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace
     while _reap(statuses) and time.monotonic() < deadline:
         signal.sigtimedwait({signal.SIGCHLD}, _TICK_S)
     if _reap(statuses):
@@ -61,4 +63,4 @@ def _reap(statuses: dict[int, int]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(supervise(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
