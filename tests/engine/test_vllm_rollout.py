@@ -56,8 +56,8 @@ def test_every_rollout_is_made_by_the_newest_weights(server: FakeVLLM, tmp_path:
     assert all(f"eval_{DIFFERENCE}" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
     # The weights of each step are sent once: an evaluation and the next step use the same.
     found = versions(server)
-    (series,) = {version.rpartition("-")[0] for version in found}
-    assert found == [f"{series}-{step}" for step in range(4)]
+    (series,) = {version.split("-")[0] for version in found}
+    assert found == [f"{series}-{step}-{step + 1}" for step in range(4)]
     weights = (
         ["/v1/load_lora_adapter", "/update_weight_version", "/v1/unload_lora_adapter"] if "lora_r" in more else UPDATE
     )
@@ -138,7 +138,13 @@ def refusing(path: str, number: int) -> Fault | None:
     return Fault(400, "No space left") if path in ("/collective_rpc", "/v1/load_lora_adapter") else None
 
 
-@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in FAULTS), *((n, LORA) for n in list(FAULTS)[:4])])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *(pytest.param(name, {}, id=name) for name in FAULTS),
+        *(pytest.param(name, LORA, id=f"adapters, {name}") for name in list(FAULTS)[:4]),
+    ],
+)
 def test_a_fault_ends_the_run_before_anything_is_trained_on(
     server: FakeVLLM, tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
@@ -259,6 +265,46 @@ def test_a_stop_in_a_rollout_saves_the_step_before(server: FakeVLLM, tmp_path: P
     assert trainer.state.global_step == 4
     assert len({version.split("-")[0] for version in versions(server)}) == 2, "a resumed run has names of its own"
     trainer.close()
+
+
+@pytest.mark.parametrize(("more", "level"), [({}, "level=2"), (LORA, "level=1")], ids=["full", "adapters"])
+def test_a_colocated_server_sleeps_between_rollouts(
+    server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], level: str
+) -> None:
+    """Full weights are dropped, and sent before each rollout; adapters stay in the memory of the host."""
+    running: list[bool] = []
+
+    class Started:
+        key = server.key = "sk-secret"
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def start(self) -> str:
+            running.append(True)
+            return server.url
+
+        def stop(self) -> None:
+            running.append(False)
+
+    monkeypatch.setattr("alignment.rollout.vllm.rollout.Colocated", Started)
+    server.config["model_config"]["enable_sleep_mode"] = True
+    more = {**more, "vllm_mode": "colocate", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    trainer = make(None, server.folder, tmp_path, **more)
+    trainer.train()
+    assert server.sleeping and running == [True]
+    trainer.close()
+    assert running == [True, False]
+    assert all(
+        e[f"{p}{DIFFERENCE}"] < 1e-5 for e in trainer.state.log_history for p in ("", "eval_") if p + DIFFERENCE in e
+    )
+    assert {query for path, query in server.queries if path == "/sleep"} == {level}
+    update = "/collective_rpc" if level == "level=2" else "/v1/load_lora_adapter"
+    rollouts = "".join(server.paths(GENERATE, "/sleep", "/wake_up", update)).split("/sleep")
+    kinds = [[bool(update in part), part.count("/wake_up"), part.count(GENERATE)] for part in rollouts]
+    # The start, the initial policy's completions, and after each of two steps those of an evaluation.
+    asked = [1, 2, 4, 2, 4, 2]
+    sent = [False, *([True] * 5 if level == "level=2" else [True, False, True, False, True])]
+    assert kinds[:-1] == [[s, int(n > 0), a] for n, (s, a) in enumerate(zip(sent, asked))]
 
 
 @pytest.mark.parametrize("more", [{}, LORA])

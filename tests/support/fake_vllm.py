@@ -40,7 +40,7 @@ class FakeVLLM:
     """The server of the model in a folder.
 
     Attributes:
-        requests: the path and the body of each request.
+        requests, queries: the path and the body, or the query, of each request.
         fault: called with the path of each request, and how many there were of it before; None: no fault.
         edit: changes the response to a request for completions.
         flags: what it was started with: ``scale-out``, ``dev`` and ``lora``.
@@ -56,7 +56,7 @@ class FakeVLLM:
             "lora_config": {"max_lora_rank": 16},
             "device_config": {"device": "cuda"},  # on a CPU, vLLM does not reload every weight
         }  # fmt: skip
-        self.requests: list[tuple[str, Any]] = []
+        self.requests, self.queries = list[tuple[str, Any]](), list[tuple[str, str]]()
         self.fault: Callable[[str, int], Fault | None] = lambda path, number: None
         self.edit: Callable[[dict[str, Any]], None] = lambda answer: None
         self.flags = {"scale-out", "dev", "lora"}
@@ -114,6 +114,8 @@ class FakeVLLM:
             self.version = body["new_version"]
         if path in ("/sleep", "/wake_up"):
             self.sleeping = path == "/sleep"
+            if query == "level=2":
+                self.model.apply(self.model._init_weights)  # as the weights are gone
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         found = {
@@ -202,6 +204,7 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
             with server.lock:
                 number = len(server.paths(path))
                 server.requests.append((path, body))
+                server.queries.append((path, query))
                 fault = server.fault(path, number)
             if fault is not None:
                 server.released.wait(fault.wait)

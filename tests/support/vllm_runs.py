@@ -15,7 +15,7 @@ def sums(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids)) for ids in completion_ids]
 
 
-def make(url: str, model: Any, folder: Path, *callbacks: Any, rows: int = 4, **more: Any) -> OnlineDPOTrainer:
+def make(url: str | None, model: Any, folder: Path, *callbacks: Any, rows: int = 4, **more: Any) -> OnlineDPOTrainer:
     """Return a trainer of three steps of two micro-batches of two prompts."""
     options: dict[str, Any] = {
         "output_dir": str(folder / "out"),

@@ -63,7 +63,8 @@ class VLLMRollout(Rollout):
         if obstacle is not None:
             raise OptionError(f"rollout_backend='vllm': {obstacle}; or set rollout_backend: generate")
         self._colocated, self._sleeps = options.vllm_mode == "colocate", False
-        self._version = self._model = ""  # of the weights that the server has, and the name in requests
+        self._given = self._version = self._model = ""  # versions of the policy and the server, and its model's name
+        self._updates = 0
         self._opened = contextlib.ExitStack()
         self._client: Client | None = None
         self._info: ServerInfo | None = None
@@ -122,7 +123,7 @@ class VLLMRollout(Rollout):
         assert self._info is not None
         given, own = self.options.vllm_weights_folder, self._colocated or rank() == 0
         client, folder = self._client if own else None, None if given is None else Path(given)
-        self._policy, self._version = policy, ""
+        self._policy = policy
         self._weights = WeightSync(client, policy, self.adapters, self.source, folder, base_name=self._info.model)
         self._opened.callback(self._weights.close)
 
@@ -134,8 +135,10 @@ class VLLMRollout(Rollout):
                 get_accelerator().empty_cache()
                 self._client.wake()
         with _agreed(OtherRankFailed):  # all ranks raise their own errors, which are the same
-            if version != self._version:
-                self._model, self._version = self._weights.update(version), version
+            if version != self._given:
+                self._updates += 1
+                self._version = f"{version}-{self._updates}"  # another one if the server has dropped the weights
+                self._model, self._given = self._weights.update(self._version), version
 
     def generate(self, request: RolloutRequest) -> list[list[Completion]]:
         """See :class:`Rollout`."""
@@ -202,7 +205,7 @@ class VLLMRollout(Rollout):
         """Let a colocated server free its memory. It drops full weights, which the next update sends again."""
         if self._sleeps and self._client is not None:
             self._client.sleep(2 if self.adapters is None else 1)
-            self._version = "" if self.adapters is None else self._version
+            self._given = self._given if self.adapters is not None else ""
 
     def rehearse(self, longest: Callable[[int], RolloutRequest], most: int) -> None:
         """See :class:`Rollout`; the server has allocated its memory."""
@@ -224,7 +227,7 @@ class VLLMRollout(Rollout):
             self._client.timeout = min(self._client.timeout, _CLOSING_S)
         self._opened.close()
         self._client = self._info = self._policy = self._weights = None
-        self._version = ""
+        self._given = self._version = ""
 
 
 def _look() -> None:
