@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DRIVERS
+from conftest import DRIVERS, ROOT
 from support.fake_vllm import GENERATE, FakeVLLM, Fault
 from support.helpers import make_model
 
@@ -34,7 +35,7 @@ def found(
     left, versions = [Fault(400, "one request only")], ["other-1"]
 
     def one_other(answer: dict[str, Any]) -> None:
-        if servers["other version"].version.endswith("-1") and versions:  # one of the second step
+        if "-1-" in servers["other version"].version and versions:  # one of the second step
             answer["choices"][0]["weight_versions"][0]["version"] = versions.pop()
 
     def one_refused(path: str, number: int) -> Fault | None:
@@ -53,7 +54,7 @@ def found(
     with contextlib.ExitStack() as running:
         for server in servers.values():
             running.enter_context(server.running())
-        ranks.run(DRIVERS / "vllm_ranks.py", folder / "spec.json", timeout=180)
+        ranks.run(DRIVERS / "vllm_ranks.py", folder / "spec.json", timeout=100)
     assert time.monotonic() - began < 90, "a rank has waited for a timeout"
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -86,3 +87,20 @@ def test_all_ranks_stop_in_a_rollout(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert "RunStopped" in each["stopped"]["error"] and "is complete" in each["stopped"]["error"]
     assert found[0]["stopped"]["step"] == found[1]["stopped"]["step"]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_sample_uses_a_server(servers: dict[str, FakeVLLM], tmp_path: Path, ranks: RankServer, nproc: int) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "cde", "f")))
+    server = FakeVLLM(servers["full"].folder)
+    with server.running():
+        ranks.run(
+            *(ROOT / "launch" / "sample.py", server.folder, "--prompts", prompts, "--out", out, "-n", 3),
+            *("--use_vllm", "--vllm_server_base_url", server.url, "--max_length", 64, "--max_new_tokens", 5),
+            *("--chunk_size", 2, "--use_cpu", "--disable_tqdm"),
+            nproc=nproc,
+        )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["prompt"] for row in rows} == {"ab", "cde", "f"} and len(rows) == 9
+    assert len(server.bodies()) == nproc + 3 and len(server.bodies("/update_weight_version")) == 1

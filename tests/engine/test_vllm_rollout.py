@@ -141,8 +141,8 @@ def refusing(path: str, number: int) -> Fault | None:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *(pytest.param(name, {}, id=name) for name in FAULTS),
-        *(pytest.param(name, LORA, id=f"adapters, {name}") for name in list(FAULTS)[:4]),
+        *(pytest.param(name, {}, id=name.replace(" ", "-")) for name in FAULTS),
+        *(pytest.param(name, LORA, id=f"adapters-{name}".replace(" ", "-")) for name in list(FAULTS)[:4]),
     ],
 )
 def test_a_fault_ends_the_run_before_anything_is_trained_on(
