@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from alignment.config.errors import OptionError, TrainingError
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.models.source import ModelSource
 from alignment.rollout.vllm import colocated as module
+from alignment.rollout.vllm.client import Client
 from alignment.rollout.vllm.colocated import Colocated
 from alignment.run.ending import Ending, end_with
 
@@ -131,6 +133,18 @@ def test_server_that_dies(server: Any) -> None:
     assert gone(facts)
     with pytest.raises(TrainingError, match="exited with status 137"):
         one.check()
+    one.stop()
+
+
+def test_requests_end_with_the_server(server: Any) -> None:
+    """They are not repeated until the time limit."""
+    one, facts = server()
+    with contextlib.closing(Client(one.start(), 60.0, one.key, one.check)) as client:
+        os.kill(json.loads(facts.read_text())["pids"][1], signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(TrainingError, match="exited with status 137"):
+            client.state()
+        assert time.monotonic() - begun < 20.0
     one.stop()
 
 

@@ -48,10 +48,18 @@ class ServerInfo(NamedTuple):
 class Client:
     """Sends requests to one server, without following redirects, and without proxies of the environment.
 
-    ``timeout`` is ``vllm_server_timeout``. If ``key`` is None, the API key is that of the environment.
+    ``timeout`` is ``vllm_server_timeout``. If ``key`` is None, the API key is that of the environment. While a request
+    waits, ``check`` is called every second; it raises if there will be no response.
     """
 
-    def __init__(self, base_url: str, timeout: float = 240.0, key: str | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        timeout: float = 240.0,
+        key: str | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._check = check or (lambda: None)
         self._key = os.environ.get(KEY, "").strip() if key is None else key
         self.url, self.timeout = base_url.rstrip("/").removesuffix("/v1"), timeout
         if not (self._key.isascii() and self._key.isprintable()):
@@ -179,6 +187,7 @@ class Client:
         try:
             while not wait([future], min(1.0, self.timeout)).done:
                 ACTIVITY.progress()
+                self._check()
                 look()
                 if self._said and not told:
                     print(f"{self.error(self._said)}; trying again", flush=True)

@@ -80,13 +80,13 @@ class VLLMRollout(Rollout):
         self.close()
         options = self.options
         with _agreed():
-            url, key = options.vllm_url, None
+            url, key, check = options.vllm_url, None, None
             if self._colocated:
                 folder = Path(options.output_dir or "")
                 server = Colocated(options, self.source, self.adapters, self.compute, folder)
                 self._opened.callback(server.stop)
-                url, key = server.start(), server.key
-            self._client = client = Client(url, options.vllm_server_timeout, key)
+                url, key, check = server.start(), server.key, server.check
+            self._client = client = Client(url, options.vllm_server_timeout, key, check)
             self._opened.callback(client.close)
             self._info = client.info()
             self._sleeps = bool(self._info.config["model_config"]["enable_sleep_mode"]) and self._colocated
