@@ -120,27 +120,6 @@ def _cell(row: str, end: int) -> str:
     return row[max(0, end - 9) : end].strip()
 
 
-def test_a_vllm_server_on_the_same_gpu(plan: Command) -> None:
-    """It takes its share during rollouts, and otherwise the context of its process, or everything if it never sleeps.
-
-    With adapters, it keeps the base weights in host memory while it sleeps; full weights are sent again.
-    """
-    given = ("online_dpo", "--gpu_memory", 80, "--use_vllm")
-    colocated = (*given, "--vllm_mode", "colocate")
-    part, card, weights = "vLLM server", int(80e9 * 23.8 / 24), 2 * 1_923_125_248
-    for more, share in (((), 0.55), (("--vllm_gpu_memory_utilization", 0.3), 0.3)):
-        gpu = planned(plan, *colocated, *more)["gpu"]
-        assert gpu["rollout"][part] == pytest.approx(share * card) and gpu["train"][part] == 600 * 10**6
-        assert "KV cache" not in gpu["rollout"]
-    gpu = planned(plan, *colocated, "--vllm_enable_sleep_mode", "false")["gpu"]
-    assert {phase[part] for phase in gpu.values()} == {int(0.55 * card)}
-    host = {adapted: planned(plan, *colocated, "--use_peft", adapted)["host"] for adapted in ("true", "false")}
-    kept = {adapted: phases["train"][part] - phases["rollout"][part] for adapted, phases in host.items()}
-    assert kept == {"true": weights, "false": 0} and host["false"]["rollout"]["sent weights"] == weights
-    server = planned(plan, *given)
-    assert not any(part in phase for phase in (*server["gpu"].values(), *server["host"].values()))
-
-
 @pytest.mark.parametrize(
     ("recipe", "more", "model"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +18,14 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
+from support.helpers import exit_status
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alignment.cli import vllm_serve
 from alignment.config.errors import TrainingError
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.models.source import ModelSource
+from alignment.rollout.vllm.client import Client
 from alignment.rollout.vllm.colocated import Colocated
 
 EXECUTABLE = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python").with_name("vllm")
@@ -101,6 +107,31 @@ def test_what_the_server_exposes(server: Colocated) -> None:
     assert not any(server.key in " ".join(one.cmdline()) for one in found)
     server.stop()
     assert processes(supervisor) == []
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_the_printed_command_starts_a_server(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As a shell runs it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = ["--use_vllm", "--vllm_executable", EXECUTABLE, "--vllm_server_port", port, "--use_peft", "--use_cpu"]
+    given += ["--model_name_or_path", model, "--max_length", 96, "--max_new_tokens", 32, "--reward_funcs", "x.py:f"]
+    capfd.readouterr()
+    assert exit_status(vllm_serve.main, ["online_dpo", *map(str, given)]) == 0
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(["sh", "-c", f"exec env {capfd.readouterr().out}"], stdout=log, stderr=log)
+    try:
+        with contextlib.closing(Client(f"http://127.0.0.1:{port}", 420.0)) as client:
+            info = client.info()
+            sampling = {"n": 2, "seed": 1, "max_tokens": 4, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+            body = {"token_ids": [5, 6], "model": info.model, "sampling_params": sampling}
+            (choices,) = client.generate([body])
+        assert (info.root, info.max_length, [len(each.ids) for each in choices]) == (str(model), 96, [4, 4])
+        assert info.config["lora_config"]["max_lora_rank"] == 16
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.mark.parametrize("starting", [True, False], ids=["starting", "ready"])
