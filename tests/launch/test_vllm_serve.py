@@ -110,8 +110,8 @@ def test_options_of_the_server(
         (("--vllm_mode", "colocate"), "vllm_mode='colocate': "),
         (("--vllm_server_base_url", "https://gpu7"), "vllm_server_base_url='https://gpu7': "),
         (("--vllm_server_base_url", "http://gpu7:81"), "vllm_weights_folder: "),
-        (("--use_peft", "--load_in_4bit"), "vllm_allow_base_mismatch=False: "),
-        (("--use_peft", "--lora_r", 513), "lora_r=513: "),
+        (("--use_peft", "--load_in_4bit"), "rollout_backend='vllm': 4-bit"),
+        (("--use_peft", "--lora_r", 513), "lora_r: "),
     ],
 )
 def test_refusals(folder: Path, options: tuple[object, ...], says: str, capfd: pytest.CaptureFixture[str]) -> None:

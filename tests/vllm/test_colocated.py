@@ -22,7 +22,7 @@ from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.models.source import ModelSource
 from alignment.rollout.vllm.colocated import Colocated
 
-EXECUTABLE = Path(os.environ.get("ALIGNMENT_VLLM", ROOT / ".venv-vllm" / "bin" / "vllm"))
+EXECUTABLE = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python").with_name("vllm")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.usefixtures("one_process"),

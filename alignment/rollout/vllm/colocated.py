@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -43,7 +44,7 @@ class Colocated:
         source: the policy's model.
         adapters: its adapters, if they are trained instead of the model.
         compute: the dtype in which the policy computes.
-        folder: folder for the log of the server.
+        folder: folder for the log of the server; if it does not exist, a temporary one is used.
 
     Attributes:
         key: the API key, which is neither logged nor saved.
@@ -67,6 +68,8 @@ class Colocated:
         self._port = _free_port()
         self._command = serve_command(options, source, adapters, compute, host=LOCAL, port=self._port)
         self._command[0] = found
+        if not folder.is_dir():  # of a command that writes elsewhere, such as `sample`
+            folder = Path(tempfile.mkdtemp(prefix="vllm-"))
         self.key, self.log = secrets.token_urlsafe(32), folder / LOG.format(rank=rank())
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = 0  # size of the log before the start
