@@ -198,6 +198,14 @@ def test_a_server_that_does_not_suit_is_refused_before_the_policy_is_loaded(
         trainer.train()
 
 
+def test_a_dry_run_looks_at_the_server(server: FakeVLLM, tmp_path: Path) -> None:
+    trainer = make(server.url, server.folder, tmp_path, max_length=48)
+    assert trainer.resources.looked_at() == [f"vLLM at {server.url}: available"]
+    server.max_length = 40
+    (line,) = trainer.resources.looked_at()
+    assert "--max-model-len 48" in line and "A run would stop" in line
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
