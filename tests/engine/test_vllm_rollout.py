@@ -124,6 +124,9 @@ FAULTS: dict[str, tuple[Callable[[FakeVLLM], Any], str]] = {
 }
 
 
+BRIEF = ("stale weights", "restarted in the rollout", "mixed versions", "no version", "sleeps", "lost")
+
+
 def restarting(where: str) -> Callable[[str, int], Fault | None]:
     """Restart once, at the first request of this path."""
     left = [Fault(RESTART)]
@@ -141,8 +144,8 @@ def refusing(path: str, number: int) -> Fault | None:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *(pytest.param(name, {}, id=name.replace(" ", "-")) for name in FAULTS),
-        *(pytest.param(name, LORA, id=f"adapters-{name}".replace(" ", "-")) for name in list(FAULTS)[:4]),
+        *(pytest.param(n, {}, id=n.replace(" ", "-"), marks=() if n in BRIEF else pytest.mark.ci) for n in FAULTS),
+        *(pytest.param(n, LORA, id=f"adapters-{n}".replace(" ", "-"), marks=pytest.mark.ci) for n in list(FAULTS)[:4]),
     ],
 )
 def test_a_fault_ends_the_run_before_anything_is_trained_on(
