@@ -47,7 +47,11 @@ def versions(server: FakeVLLM) -> list[str]:
     return [body["new_version"] for body in server.bodies("/update_weight_version")]
 
 
-@pytest.mark.parametrize("more", [{}, {"deepspeed": {"zero_optimization": {"stage": 3}}}, LORA, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"memory_rehearsal": "true"}, {"deepspeed": {"zero_optimization": {"stage": 3}}}, LORA, {"dtype": "bfloat16"}],
+    ids=["rehearsed", "stage3", "adapters", "bf16"],
+)
 def test_every_rollout_is_made_by_the_newest_weights(server: FakeVLLM, tmp_path: Path, more: dict[str, Any]) -> None:
     given = {"eval_strategy": "steps", "eval_steps": 1, **more}
     trainer = run(server, tmp_path, **given)
