@@ -1,7 +1,7 @@
 """A client of a vLLM server: completions of token ids, adapters, weights, sleep. Seen with vLLM 0.32.
 
 Requests are repeated after lost connections and HTTP 5xx, until ``vllm_server_timeout`` seconds have passed without a
-response. Other errors are raised at once. No message contains the API key.
+response. Other errors are raised immediately. No message contains the API key.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Client:
     def generate(
         self, bodies: Sequence[Mapping[str, Any]], look: Callable[[], None] = lambda: None
     ) -> list[list[Choice]]:
-        """Return the choices of requests of ``/inference/v1/generate`` with ``logprobs``, which are sent at once.
+        """Return the choices of requests of ``/inference/v1/generate`` with ``logprobs``, all sent at the same time.
 
         ``look`` is called every second; if it raises, the server drops the requests, too.
         """
