@@ -26,7 +26,6 @@ from alignment.rollout.vllm.command import LOCAL, colocated_environment, serve_c
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import local_rank, rank
 
-LOG = "vllm-{rank}.log"
 GRACE_S = 10.0  # that the server has to end by itself
 _POLL_S = 0.5
 _READ_BYTES = 20_000  # of the end of the log, for a message
@@ -70,7 +69,7 @@ class Colocated:
         self._command[0] = found
         if not folder.is_dir():  # of a command that writes elsewhere, such as `sample`
             folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-        self.key, self.log = secrets.token_urlsafe(32), folder / LOG.format(rank=rank())
+        self.key, self.log = secrets.token_urlsafe(32), folder / f"vllm-{rank()}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = 0  # size of the log before the start
 
