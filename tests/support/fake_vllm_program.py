@@ -30,6 +30,9 @@ if fault == "hangs":
     time.sleep(1000)
 
 
+print("ValueError: of the warm-up", flush=True)
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)

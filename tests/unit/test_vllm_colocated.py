@@ -131,7 +131,7 @@ def test_server_that_dies(server: Any) -> None:
     one.start()
     os.kill(json.loads(facts.read_text())["pids"][1], signal.SIGKILL)
     assert gone(facts)
-    with pytest.raises(TrainingError, match="exited with status 137"):
+    with pytest.raises(TrainingError, match="exited with status 137: it has written nothing"):
         one.check()
     one.stop()
 

@@ -71,7 +71,7 @@ class Colocated:
             folder = Path(tempfile.mkdtemp(prefix="vllm-"))
         self.key, self.log = secrets.token_urlsafe(32), folder / f"vllm-{rank()}.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._begun = 0  # size of the log before the start
+        self._begun = 0  # size of the log when the server was started, or was ready
 
     def start(self) -> str:
         """Start the server and return its address, once it is ready.
@@ -100,8 +100,7 @@ class Colocated:
 
     def _wait(self) -> None:
         """Wait until the server is ready."""
-        limit = self.options.vllm_server_timeout
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + (limit := self.options.vllm_server_timeout)
         while not self._healthy():
             self.check()
             if time.monotonic() > deadline:
@@ -110,6 +109,7 @@ class Colocated:
             ACTIVITY.progress()
             time.sleep(_POLL_S)
         self.check()  # otherwise another server has the port
+        self._begun = self.log.stat().st_size  # earlier errors did not keep it from starting
 
     def check(self) -> None:
         """Raise TrainingError if the server has exited."""
