@@ -26,6 +26,7 @@ REQUIRED = [
     "bitsandbytes>=0.48,<1",
     "safetensors>=0.5,<1",
     "filelock>=3.30,<5",
+    "httpx>=0.27,<1",
     "huggingface_hub>=1.20,<3",
     "pydantic>=2.5,<3",
     "pyyaml>=6.0,<7",

@@ -37,7 +37,7 @@ _FILES = (  # of a run besides checkpoints: logs and reports, then the model and
     *(LOG, COMPLETIONS, "trainer_state.json", "options.json", "report.md", "report.html", STATUS, "deepspeed.json"),
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *(TRAINING_BASE, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "README.md"),
+    *("chat_template*", "README.md", "vllm-*.log"),
 )
 _WAYS = "choose another folder, resume (resume_from_checkpoint) or start over (overwrite_output_dir)"
 _SHARED_S, _CACHE_S, _POLL_S = 10.0, 2.0, 0.1  # on NFS, files appear when the caches of other hosts expire

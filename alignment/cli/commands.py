@@ -24,6 +24,7 @@ COMMANDS = {
     "precompute": "compute and store the log-probs of the reference",
     "sample": "write a model's completions for prompts as rows to train on",
     "compare": "count how often a model's answers are better than those of other models",
+    "vllm-serve": "print the command of the vLLM server that generates for a recipe, or run it",
     "export": "export a checkpoint, or an adapter merged into its base, as a full model",
     "chat": "chat with a trained model, alone or beside another one",
     "submit": "submit a training job to SLURM that resumes after its time limit",
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment"
     arguments = list(without_local_rank(sys.argv[1:] if argv is None else argv))
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in COMMANDS:
-        import_module(f"alignment.cli.{name}").main(rest, f"{program} {name}")
+        import_module(f"alignment.cli.{name.replace('-', '_')}").main(rest, f"{program} {name}")
     elif name in ("-h", "--help"):
         lines = [f"  {name.ljust(max(map(len, COMMANDS)))}  {text}" for name, text in COMMANDS.items()]
         usage, further = f"usage: {program} COMMAND [ARGUMENT ...]", "Run COMMAND --help for the options of a command."

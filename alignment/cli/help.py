@@ -20,7 +20,7 @@ usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 RECIPE is a YAML file or the name of a packaged recipe ({recipes}).
 Options on the command line override the recipe.
 A boolean option without VALUE is set to true. Pass mappings as JSON."""
-_ALONE = ("plan", "prepare")  # commands that run in a single process
+_ALONE = ("plan", "prepare", "vllm-serve", "vllm_serve")  # commands that run in a single process
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:

@@ -80,7 +80,7 @@ _COUNTERPARTS = {
     "max_steps": "num_train_epochs", "warmup_steps": "warmup_ratio", "dtype": "bf16 fp16", "bf16": "fp16",
     "load_in_4bit": "load_in_8bit", "dataset_mixture": "dataset_name dataset_config",
     "train_sampling_strategy": "stratify_labels", "ref_placement": "precompute_ref_log_probs",
-    "rollout_backend": "use_transformers_paged", "resume_from_checkpoint": "overwrite_output_dir",
+    "rollout_backend": "use_transformers_paged use_vllm", "resume_from_checkpoint": "overwrite_output_dir",
     "simpo_gamma": "gamma_beta_ratio", "judge": "reward_model_path reward_funcs",
 }  # fmt: skip
 _UNSET = words("-1 none false auto random") + ("",)  # values that leave the choice to the counterpart

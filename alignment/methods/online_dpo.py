@@ -200,4 +200,5 @@ class OnlineDPOTrainer(AlignmentTrainer):
             beta=self.method.beta,
             retries=self.retries,
             cards=self.planned.engines.cards,
+            policy=(self.planned.engines.source, self.planned.engines.adapters),
         )

@@ -12,7 +12,7 @@ from alignment.compat.trl.table import OnlineDPOCompatibility
 from alignment.config import checks
 from alignment.config.errors import refuse
 from alignment.config.fields import Count, Early, Free, LossName, NotNegative, OrList, option, words
-from alignment.config.options_online import OnlineOptions, RewardOptions
+from alignment.config.options_online import VLLM_OPTIONS, OnlineOptions, RewardOptions
 from alignment.config.registry import Paper
 from alignment.methods.losses import listed, papers
 from alignment.objectives import dpo
@@ -35,7 +35,6 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
         "Direct Language Model Alignment from Online AI Feedback",
         "https://arxiv.org/abs/2402.04792",
     )
-    TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**OnlineOptions.TRL_DEFAULTS, "ds3_gather_for_generation": "true"}
     needs_reference: ClassVar[bool] = True
 
     learning_rate: Early[NotNegative] = option(5e-7, "Peak learning rate.")
@@ -75,7 +74,8 @@ class SampleConfig(OnlineDPOConfig):
     needs_reference: ClassVar[bool] = False
     ACCEPTED: ClassVar[tuple[str, ...]] = (
         *words("max_length max_new_tokens temperature top_p top_k min_p repetition_penalty generation_kwargs seed"),
-        *words("rollout_backend rollout_batch_size ds3_gather_for_generation chunk_size"),
+        *words("rollout_backend rollout_batch_size ds3_gather_for_generation chunk_size use_vllm"),
+        *VLLM_OPTIONS,
         *RewardOptions.__annotations__,
         *words("dataset_config dataset_train_split column_map apply_chat_template max_eval_samples"),
         *words("dataset_num_proc strict_data"),

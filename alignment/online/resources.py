@@ -17,6 +17,7 @@ from alignment.config.fields import keywords
 from alignment.config.lookup import load_callable
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.kinds.prompts import prompt_row
+from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 from alignment.online.arguments import (
     given_judge,
@@ -36,7 +37,10 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import RewardSource
+from alignment.rollout.backend import Rollout
+from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import check_generation_kwargs
+from alignment.rollout.vllm.rollout import VLLMRollout
 from alignment.run.retries import NEVER, Retries
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
@@ -62,6 +66,7 @@ class OnlineResources(Resources):
         beta: maps an epoch number to beta.
         retries: retry policy for reward functions and judges.
         cards: the GPUs on which reward models are placed; None detects them.
+        policy: the policy's model, and the adapters that it trains, for a rollout by vLLM.
 
     Raises:
         OptionError: if no reward source or judge is set, both are set, or one of them cannot be used.
@@ -81,9 +86,11 @@ class OnlineResources(Resources):
         beta: Callable[[int], float] = lambda epoch: 0.0,
         retries: Retries = NEVER,
         cards: Cards | None = None,
+        policy: tuple[ModelSource, Adapters | None] | None = None,
     ) -> None:
         self.options, self.dtypes, self.beta, self.cards = options, dtypes, beta, cards
         check_generation_kwargs(keywords(options.generation_kwargs))
+        self.rollout = self._rollout(policy)
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
                 f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect with ZeRO "
@@ -104,6 +111,18 @@ class OnlineResources(Resources):
             if getattr(options, name) is not None and not self.classifiers:
                 raise OptionError(f"{name}: has no effect without a reward model; remove it")
         self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty, retries))
+
+    def _rollout(self, policy: tuple[ModelSource, Adapters | None] | None) -> Rollout:
+        options = self.options
+        if options.rollout_backend == "vllm":
+            assert policy is not None
+            return VLLMRollout(options, *policy, self.dtypes.compute)
+        return RolloutEngine(
+            backend=options.rollout_backend,
+            batch_size=options.rollout_batch_size,
+            gather=options.ds3_gather_for_generation,
+            longest_context=options.max_length,
+        )
 
     def _source(self, given: Any, tokenizer: Any) -> RewardSource:
         """Return a model source for a model or path, else a function source."""
@@ -158,26 +177,29 @@ class OnlineResources(Resources):
         """Return the window pass that generates and ranks completions; its decisions are part of the run's state."""
         if isinstance(self.ranker, RewardRanker):
             self.ranker.rewards.follow(context.state)
-        window_pass = OnlineWindowPass(context, models, aux_coefficient, self.options, self.ranker, self.beta)
-        context.run_state.register("rollout", window_pass.rollout)
+        window_pass = OnlineWindowPass(
+            context, models, aux_coefficient, self.options, self.ranker, self.rollout, self.beta
+        )
+        context.run_state.register("rollout", self.rollout)
         context.run_state.register("completions", window_pass.log)
         return context.run_state.register_on_each_rank("online", window_pass)
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.ranker.metrics
+        return (*self.ranker.metrics, *self.rollout.metrics)
 
     def build(self) -> list[str]:
-        """Load the reward models, or check that the judge's endpoint is reachable."""
-        if isinstance(self.ranker, JudgeRanker):
-            return self.ranker.judge.ready()
+        """Check that the judge's endpoint is reachable, start the rollout, and load the reward models."""
+        lines = self.ranker.judge.ready() if isinstance(self.ranker, JudgeRanker) else []
+        lines += self.rollout.start()
         for classifier in self.classifiers:
             classifier.build()
-        return [classifier.describe() for classifier in self.classifiers]
+        return [*lines, *(classifier.describe() for classifier in self.classifiers)]
 
     def looked_at(self) -> list[str]:
-        """Check that the judge's endpoint is reachable."""
-        return self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
+        """Check that the judge's endpoint, and a server for rollouts, are reachable."""
+        lines = self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
+        return [*lines, *self.rollout.looked_at()]
 
     def fingerprints(self) -> dict[str, str]:
         """Return a content fingerprint for each classifier; for functions and judges, the name and a source hash."""
@@ -198,6 +220,7 @@ class OnlineResources(Resources):
         return {name: classifier.frozen.ds_config for name, classifier in zip(names, self.classifiers)}
 
     def close(self) -> None:
-        """Release the reward models."""
+        """Release the reward models, and what generates."""
+        self.rollout.close()
         if isinstance(self.ranker, RewardRanker):
             self.ranker.rewards.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import AnyBatch
 from alignment.data.kinds.prompts import PromptBatch
 from alignment.data.windows import WindowPlan
-from alignment.engines.collectives import gathered
+from alignment.engines.collectives import from_first_rank, gathered
 from alignment.engines.rng import seeded
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
@@ -26,8 +28,7 @@ from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, Rewa
 from alignment.reporting.log import CompletionTable
 from alignment.reporting.metrics import MetricSums
 from alignment.rewards.reward_model import ClassifierReward
-from alignment.rollout.backend import RolloutRequest, Sampling
-from alignment.rollout.engine import RolloutEngine
+from alignment.rollout.backend import Rollout, RolloutRequest, Sampling
 from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
@@ -88,6 +89,7 @@ class OnlineWindowPass(WindowPass):
         aux_coefficient: see :class:`WindowPass`.
         options: the run's options.
         ranker: ranks completions.
+        rollout: generates completions.
         beta: maps an epoch number to beta, which every batch carries.
     """
 
@@ -98,30 +100,27 @@ class OnlineWindowPass(WindowPass):
         aux_coefficient: float | None,
         options: OnlineOptions,
         ranker: Ranker,
+        rollout: Rollout,
         beta: Callable[[int], float],
     ) -> None:
         super().__init__(context.method, models, context.phases, aux_coefficient)
         self.options, self.ranker, self.beta, self.run_data = options, ranker, beta, context.data
         self.tokenizer = context.processing_class
         self.sampling = sampling_of(options, models.policy.scorer.model, self.tokenizer)
-        self.rollout = RolloutEngine(
-            models.policy,
-            options.rollout_backend,
-            batch_size=options.rollout_batch_size,
-            gather=options.ds3_gather_for_generation,
-            longest_context=options.max_length,
-        )
+        self.rollout = rollout
+        rollout.attach(models.policy)
         file = context.output_dir / COMPLETIONS if rank() == 0 else None
         table = CompletionTable(file, context.events.handler.callbacks)
         self.log = CompletionLog(table, options.log_completions, options.num_completions_to_log)
         self._epoch = 0
+        self.restored()
         # First completions of the initial policy for this rank's prompts of each evaluation set, by the set's key.
         self._starts: dict[str, dict[int, FirstAnswer]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
         loss, *others = super().names
-        return (loss, *self.ranker.metrics, *others)
+        return (loss, *self.ranker.metrics, *self.rollout.metrics, *others)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -135,9 +134,14 @@ class OnlineWindowPass(WindowPass):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
         self._epoch = state["epoch"]
+        self.restored()
         self._starts = {
             key: {row: FirstAnswer(*answer) for row, *answer in answers} for key, answers in state["starts"].items()
         }
+
+    def restored(self) -> None:
+        """Begin a new series of names of weights: the same number of steps may now have led to others. Collective."""
+        self._series = from_first_rank(uuid.uuid4().hex[:12])
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
         """Merge the states for a different number of ranks: every rank holds all completions and uses its share."""
@@ -205,23 +209,17 @@ class OnlineWindowPass(WindowPass):
 
     @contextlib.contextmanager
     def rehearsing(self, data: PreparedData) -> Iterator[None]:
-        """Measure the memory for rollouts before a rehearsal; the first rollout of the run measures it again."""
-        rollout, before = self.rollout, (self.rollout.room, self.rollout.backend)
-        rollout.decide(self._longest(data, 1))
-        try:
+        """Let the rollout prepare for a rehearsal."""
+        with self.rollout.rehearsing(functools.partial(self._longest, data)):
             yield
-        finally:
-            rollout.room, rollout.backend = before
 
     def largest(self, plan: WindowPlan, data: PreparedData, *, train: bool) -> tuple[WindowPlan, Sequence[AnyBatch]]:
         """Generate as many completions at a time as the run will, each as long as it may be, and pair them."""
-        options, room = self.options, self.rollout.room
-        assert room is not None
-        most = options.per_device_train_batch_size * options.gradient_accumulation_steps
-        request = self._longest(data, min(-(-room.batch_size // options.num_generations), most))
+        options, longest = self.options, functools.partial(self._longest, data)
         with self.phases("rollout"):
-            self.rollout.generate(request)
-        prompt, length = tuple(request.prompts[0]), self.sampling.max_new_tokens
+            most = options.per_device_train_batch_size * options.gradient_accumulation_steps
+            self.rollout.rehearse(longest, most)
+        prompt, length = tuple(longest(1).prompts[0]), self.sampling.max_new_tokens
         if train and isinstance(self.ranker, RewardRanker):
             with self.phases("score"):
                 for source in self.ranker.rewards.sources:
@@ -252,7 +250,11 @@ class OnlineWindowPass(WindowPass):
         prompts = [list(prompt) for batch in own for prompt in batch.prompts]
         with self.phases("rollout") as record:
             request = RolloutRequest(prompts, count, self.sampling, seeds.rollout)
+            self.rollout.update(f"{self._series}-{self.models.policy.engine.global_steps}")
             completions = self.rollout.generate(request)
+            if sums is not None:
+                for name, (total, number) in self.rollout.measured.items():
+                    sums.add(name, total, number)
             record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
         # Random draws of user code are reproducible, and do not affect other random streams.
         with self.phases("score") as record, seeded(seeds.code):

@@ -12,6 +12,7 @@ from alignment.config.options_online import OnlineOptions
 from alignment.planning.plan import MemoryPlan
 
 NUMBER = 3
+_LEAST_SHARE = 0.3  # of a GPU, for a colocated vLLM server
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class Change:
 def possible(options: AlignmentConfig, stage: int, ranks: int, adapters: bool) -> Iterator[Change]:
     """Yield single changes that take less memory: those that preserve the result first, cheap ones first."""
     rows = options.per_device_train_batch_size
-    if isinstance(options, OnlineOptions) and options.rollout_batch_size != 1:
+    if isinstance(options, OnlineOptions) and options.rollout_backend == "vllm":
+        if options.vllm_mode == "colocate" and (options.vllm_gpu_memory_utilization or 1) > _LEAST_SHARE:
+            yield Change({"vllm_gpu_memory_utilization": _LEAST_SHARE}, True, "fewer completions at a time")
+    elif isinstance(options, OnlineOptions) and options.rollout_batch_size != 1:
         yield Change({"rollout_batch_size": 1}, True, "slower rollouts")
     recomputing = {} if options.gradient_checkpointing else {"gradient_checkpointing": True}
     if recomputing:

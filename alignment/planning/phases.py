@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class Phases:
 
     def training(self) -> float:
         """Return the bytes on a GPU that training needs, with the reserve."""
-        return max(total(added(parts, self._context)) for parts in (self._train(), self._step())) * (1 + RESERVE)
+        context = added(self._context, self._server("train"))
+        return max(total(added(parts, context)) for parts in (self._train(), self._step())) * (1 + RESERVE)
 
     def plan(self) -> MemoryPlan:
         """Return the plan of all phases."""
@@ -60,7 +62,7 @@ class Phases:
         if isinstance(self.run.engines.reference, AdapterReferencePlan):
             gpu["reference"] = self._scoring(self._referenced(), stats=False)
         together = self._together(gpu)
-        gpu = {name: added(gpu[name], self._context) for name in PHASES if name in gpu}
+        gpu = {name: added(gpu[name], self._context, self._server(name)) for name in PHASES if name in gpu}
         host = {name: self._host(name) for name in gpu}
         return MemoryPlan(gpu, host, self.tokens, self.checkpointed, self.weights.layers, together)
 
@@ -258,12 +260,35 @@ class Phases:
 
         options = self.run.options
         assert isinstance(options, OnlineOptions)
+        if self._uses_vllm:
+            return self._save()  # weights are gathered one after another to be sent
         config, rows = self.run.engines.source.config, options.rollout_batch_size or 2
         whole = self._stage == 3 and options.ds3_gather_for_generation is not False
         gathered = {"gathered layers": float(self.weights.base)} if whole else self._live()
         lengths = {"context": self.tokens, "prompt": max(1, self.tokens - options.max_new_tokens)}
         cache = rows * completion_bytes(config, self.run.engines.compute.itemsize, **lengths)
         return added(self._always, gathered, {"KV cache": cache})
+
+    def _server(self, phase: str) -> Parts:
+        """What a colocated vLLM server allocates: its share, or only the context of its process while it sleeps."""
+        options = self.run.options
+        if not self._uses_vllm or not isinstance(options, OnlineOptions) or options.vllm_mode != "colocate":
+            return {}
+        from alignment.rollout.vllm.command import memory_share, sleeps
+
+        if phase != "rollout" and sleeps(options):
+            return {"vLLM server": CONTEXT}
+        share = (memory_share(options) or 0) * self.run.card if self.run.card < math.inf else 0
+        return {"vLLM server": max(share, self._unpacked + CONTEXT)}
+
+    @property
+    def _uses_vllm(self) -> bool:
+        return isinstance(self.run.options, OnlineOptions) and self.run.options.rollout_backend == "vllm"
+
+    @property
+    def _unpacked(self) -> float:
+        """Bytes of the weights in the compute dtype."""
+        return float(self.weights.numel * self.run.engines.compute.itemsize)
 
     def _host(self, phase: str) -> Parts:
         """Bytes on a host, of all its ranks."""
@@ -278,8 +303,12 @@ class Phases:
             weights = self.run.weights_of(model.source)
             if model.placement == "offload" and weights is not None:
                 parts[model.name] = page_locked(weights.base / self.run.ranks)
+        adapted = self.run.engines.adapters is not None
+        if self._server(phase):  # while it sleeps, it keeps the base weights for the next adapter
+            parts["vLLM server"] = HOST_PROCESS + (self._unpacked if adapted and phase != "rollout" else 0)
         parts = {name: size * here for name, size in parts.items()}
+        if self._uses_vllm and phase == "rollout":
+            parts["sent weights"] = self.weights.adapters if adapted else self._unpacked
         if phase == "save" and self._stage == 3:
-            adapted = self.run.engines.adapters is not None
             parts["gathered weights"] = self.weights.adapters if adapted else self.weights.base
         return added(parts)

@@ -1,7 +1,7 @@
-"""The interface of rollout backends: token ids in, token ids out.
+"""The interfaces of rollouts, token ids in, token ids out, and of backends that generate in the training process.
 
 To add a backend, add a module to this package with a subclass of :class:`RolloutBackend`, and list it in
-``alignment.rollout.engine.backends``.
+``alignment.rollout.engine.backends``. Completions from elsewhere are a :class:`Rollout` of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
+
+from alignment.engines.scoring import ScoringEngine
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,68 @@ class Completion:
         """Build a completion from generated tokens, dropping everything after the first EOS."""
         end = next((place for place, token in enumerate(ids, 1) if token in sampling.eos_token_ids), None)
         return cls(tuple(ids[:end]), end is not None)
+
+
+class Rollout(ABC):
+    """The completions of a run's policy: made once per run, before its engines.
+
+    Attributes:
+        metrics: names of the metrics of a rollout.
+        measured: sum and count of each metric over this rank's part of the newest rollout.
+    """
+
+    metrics: tuple[str, ...] = ()
+    measured: Mapping[str, tuple[float, float]] = {}
+
+    def start(self) -> list[str]:
+        """Prepare what needs no engine; return lines to print at the start of a run. Collective."""
+        return []
+
+    def looked_at(self) -> list[str]:
+        """Return lines about external resources for a dry run, on the first rank."""
+        return []
+
+    @abstractmethod
+    def attach(self, policy: ScoringEngine) -> None:
+        """Set the policy, whose engine has been built."""
+
+    @abstractmethod
+    def update(self, version: str) -> None:
+        """Note that the policy has the weights of this version, whose name no others have. Collective."""
+
+    @abstractmethod
+    def generate(self, request: RolloutRequest) -> list[list[Completion]]:
+        """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
+
+        Raises:
+            OptionError: the policy, or a setting of the request, is not supported.
+            TrainingError: generation failed.
+            Cut: a stop was requested; raised on every rank.
+        """
+
+    def rehearsing(self, longest: Callable[[int], RolloutRequest]) -> AbstractContextManager[None]:
+        """Wrap a rehearsal; ``longest`` makes a request for the largest completions of a number of prompts."""
+        return nullcontext()
+
+    @abstractmethod
+    def rehearse(self, longest: Callable[[int], RolloutRequest], most: int) -> None:
+        """Generate as many completions at a time as the run will, those of ``most`` prompts at most. Collective."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What generates, for the log and the report; empty before the first rollout."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State to save."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the policy, and what :meth:`start` and :meth:`attach` prepared; may be called at any time."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from alignment.engines.scoring import ScoringEngine
 from alignment.rollout.backend import (
     Completion,
     Generation,
+    Rollout,
     RolloutBackend,
     RolloutRequest,
     Sampling,
@@ -33,8 +35,9 @@ from alignment.run.activity import ACTIVITY
 from alignment.run.stop import REQUESTS, Cut
 
 
+@functools.cache
 def backends() -> tuple[RolloutBackend, ...]:
-    """All backends, in the order of preference of ``auto``. Add new ones here."""
+    """All backends, which keep nothing between rollouts, in the order of preference of ``auto``. Add new ones here."""
     return ContinuousBackend(), GenerateBackend()
 
 
@@ -71,7 +74,7 @@ def _obstacle(backend: RolloutBackend, model: PreTrainedModel, sampling: Samplin
     return None
 
 
-class RolloutEngine:
+class RolloutEngine(Rollout):
     """Generates with the policy's own weights; all changes to the engine are undone on any exit.
 
     The first rollout fixes, for the rest of the run, the settings that depend on free memory: by then everything
@@ -79,7 +82,7 @@ class RolloutEngine:
     varies, a run is exactly reproducible only with ``batch_size`` and ``gather`` set.
 
     Args:
-        policy: the training engine.
+        policy: the training engine; None until :meth:`attach`.
         backend: value of ``rollout_backend``, including ``auto`` (:func:`choose_backend`).
         batch_size: completions generated at the same time on each rank; None: as many as fit.
         gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
@@ -88,27 +91,38 @@ class RolloutEngine:
 
     def __init__(
         self,
-        policy: ScoringEngine,
+        policy: ScoringEngine | None = None,
         backend: str = "auto",
         *,
         batch_size: int | None = None,
         gather: bool | None = None,
         longest_context: int,
     ) -> None:
-        self.policy = policy
+        self._policy = policy
         self._asked, self._batch_size, self._gather = backend, batch_size, gather
         self._longest_context = longest_context
         self.backend: RolloutBackend | None = None
         self.room: Room | None = None
 
-    def generate(self, request: RolloutRequest) -> list[list[Completion]]:
-        """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
+    @property
+    def policy(self) -> ScoringEngine:
+        """The training engine."""
+        assert self._policy is not None
+        return self._policy
 
-        Raises:
-            OptionError: the backend does not support this model, these processors or layer-wise gathering.
-            TrainingError: continuous batching failed.
-            Cut: a stop was requested; raised on every rank.
-        """
+    def attach(self, policy: ScoringEngine) -> None:
+        """See :class:`Rollout`; the next rollout is the first one with this policy."""
+        self._policy, self.room, self.backend = policy, None, None
+
+    def update(self, version: str) -> None:
+        """See :class:`Rollout`; the policy itself generates."""
+
+    def close(self) -> None:
+        """See :class:`Rollout`."""
+        self._policy = None
+
+    def generate(self, request: RolloutRequest) -> list[list[Completion]]:
+        """See :class:`Rollout`. It is OptionError if the backend does not support gathering layer by layer."""
         room, backend = self.decide(request)
         parts = chunks(request, room.batch_size)
         by_layer = self.policy.partitioned and not room.gather
@@ -143,6 +157,21 @@ class RolloutEngine:
             return False
         asked = REQUESTS.asked() is not None
         return largest_numbers([asked]) != [0.0] if together else asked
+
+    @contextlib.contextmanager
+    def rehearsing(self, longest: Callable[[int], RolloutRequest]) -> Iterator[None]:
+        """Measure the memory for rollouts before a rehearsal; the first rollout of the run measures it again."""
+        before = self.room, self.backend
+        self.decide(longest(1))
+        try:
+            yield
+        finally:
+            self.room, self.backend = before
+
+    def rehearse(self, longest: Callable[[int], RolloutRequest], most: int) -> None:
+        """See :class:`Rollout`; within :meth:`rehearsing`."""
+        assert self.room is not None
+        self.generate(longest(min(-(-self.room.batch_size // longest(1).num_generations), most)))
 
     def describe(self) -> str:
         """The settings fixed by the first rollout, for the log; empty before it."""

@@ -174,8 +174,9 @@ def end_with(ending: Ending, *, speaks: bool = True, last: Callable[[], None] = 
         time.sleep(0.0 if speaks else _LATER_S)
         own = psutil.Process()
         for child in own.children(recursive=True):  # forked workers, which would otherwise wait forever
-            with contextlib.suppress(psutil.Error):
-                if child.exe() == own.exe():  # not a reporting service, which may still have data to send
+            with contextlib.suppress(psutil.Error, OSError):
+                # Not a reporting service, which may still have data to send, or a server that ends in its own way.
+                if child.exe() == own.exe() and os.getsid(child.pid) == os.getsid(0):
                     child.kill()
 
     try:

@@ -312,6 +312,7 @@ class RunEngines:
     def restore(self, folder: Path) -> None:
         """Load weights written by :meth:`write` into the policy, at the end of a run; collective."""
         saving.load_weights(self.policy.scorer.model, self.plan.adapters, folder, first_rank=self.context.is_first)
+        self.window_pass.restored()
 
     def close(self) -> None:
         """Release the engines and with them the trained weights; see :meth:`AlignmentTrainer.close`."""

@@ -105,6 +105,9 @@ class WindowPass:
     def logged(self, step: int) -> None:
         """Called after the log of a step."""
 
+    def restored(self) -> None:
+        """Called after the policy's weights were replaced, other than by a step; collective."""
+
     def finish(self) -> None:
         """Called at the end of a run on the first rank, to flush pending output."""
 

@@ -13,6 +13,7 @@ from alignment.cli.help import grouped_fields, title_of
 from alignment.config.registry import METHODS
 from alignment.online.ranking import RewardRanker
 from alignment.reporting.metrics import means
+from alignment.rollout.vllm.rollout import VLLMRollout
 from tools.documentation.__main__ import PAGES
 
 
@@ -35,7 +36,7 @@ def _declared() -> Iterator[str]:
     for path in ("training/loop.py", "training/bad_steps.py"):
         text = (ROOT / "alignment" / path).read_text()
         yield from re.findall(r'"(train_\w+|num_\w+|tokens_per_second|bad_steps|overflows)"', text)
-    yield "retries"
+    yield from ("retries", *VLLMRollout.metrics)
 
 
 def test_the_page_of_metrics_has_those_that_the_code_declares() -> None:

@@ -140,6 +140,7 @@ EXCUSED = {
     "loop.decision.0": "decided between any two steps; set at the last step",
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _BEFORE},
     "trainer.context.identity.attempt": "counts how often a state was loaded",
+    "trainer.engines._pass._series": "names weights in this process, so that a resumed run has names of its own",
     "trainer.engines._pass.log.table._size": "bytes of a file, unknown before its first write",
     **dict.fromkeys(
         (f"loop.progress.{name}" for name in ("_done", "_since", "_tokens")),

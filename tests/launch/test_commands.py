@@ -65,7 +65,7 @@ def test_a_usage_line_names_the_command_that_was_called(command: list[str], call
     assert ("launch/train.py" in second) == (called == "launch/train.py")
 
 
-@pytest.mark.parametrize("name", ["plan", "prepare"])
+@pytest.mark.parametrize("name", ["plan", "prepare", "vllm_serve"])
 def test_commands_of_a_single_process_name_no_launcher(name: str) -> None:
     for called in (f"launch/{name}.py", f"deepspeed-alignment {name}"):
         assert help_text(METHODS, called).startswith(f"usage: {called} [RECIPE] ")

@@ -33,6 +33,8 @@ ONLINE = [
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
+    online("vllm is not used", "vllm_server_port=8001", "rollout_backend: auto", "remove it", vllm_server_port="8001"),
+    online("address of vllm", "vllm_server_base_url: expected http://HOST", vllm_server_base_url="http://h:1/v1"),
     online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(
         "prompts too long",

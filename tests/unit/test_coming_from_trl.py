@@ -60,9 +60,7 @@ def test_every_training_argument_is_accounted_for(method: str) -> None:
 DEFAULTS = {
     "save_safetensors": True, "label_pad_token_id": -100,
     "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "base_model_attribute_name": "model",
-    "vllm_model_impl": "vllm", "vllm_gpu_memory_utilization": 0.55, "vllm_mode": "colocate",
-    "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
-    "vllm_tensor_parallel_size": 1, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
+    "vllm_group_port": 51216, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
     "dataset_batch_size": 1000,
 }  # fmt: skip
 

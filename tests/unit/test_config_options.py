@@ -45,6 +45,9 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 PART = {"dataset_name": "a"}
+VLLM: dict[str, Any] = {"rollout_backend": "vllm"}
+COLOCATE = VLLM | {"vllm_mode": "colocate"}
+TRL_SERVER = {"vllm_server_host": "0.0.0.0", "vllm_server_port": 9000}
 OF_REWARDS: dict[str, Any] = {
     **{"reward_model_path": "m", "reward_funcs": ["f.py:f"], "reward_weights": [1.0], "missing_eos_penalty": 0.0},
     **{"reward_load_in_4bit": False, "num_generations": 3},
@@ -160,7 +163,27 @@ OF_REWARDS: dict[str, Any] = {
             {"pack": True, "attn_implementation": "eager"},
             "pack='true' and attn_implementation='eager'.*own",
         ),
-        (OnlineDPOConfig, {"use_vllm": True}, "use_vllm=.*set rollout_backend: continuous"),
+        (
+            OnlineDPOConfig,
+            {"use_vllm": True, "use_transformers_paged": True},
+            "use_vllm=True and rollout_backend='cont",
+        ),
+        (OnlineDPOConfig, {"vllm_server_port": 8001}, "vllm_server_port=8001: .*rollout_backend: auto; remove it"),
+        (OnlineDPOConfig, VLLM | {"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True: .*vllm_mode: server"),
+        (OnlineDPOConfig, VLLM | {"rollout_batch_size": 2}, "rollout_batch_size=2: has no effect"),
+        (OnlineDPOConfig, VLLM | {"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False and rollout_"),
+        (OnlineDPOConfig, VLLM | {"vllm_max_model_length": 511}, "vllm_max_model_length=511 and max_length=512"),
+        (OnlineDPOConfig, VLLM | {"vllm_server_base_url": "http://h", "vllm_server_port": 1}, "vllm_server_port=1: "),
+        (OnlineDPOConfig, VLLM | {"vllm_server_base_url": "http://me:s3cret@h"}, "vllm_server_base_url: (?!.*s3cret)"),
+        (OnlineDPOConfig, VLLM | {"vllm_server_base_url": "http://h:8000/v1"}, "vllm_server_base_url: .*without a pa"),
+        (OnlineDPOConfig, COLOCATE | {"vllm_server_host": "h"}, "vllm_server_host='h': .*vllm_mode: colocate"),
+        (OnlineDPOConfig, COLOCATE | {"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2: .*mode: server"),
+        (
+            OnlineDPOConfig,
+            COLOCATE | {"vllm_enable_sleep_mode": True, "use_cpu": True},
+            "vllm_enable_sleep_mode=True and use_cpu=True",
+        ),
+        (OnlineDPOConfig, {"vllm_structured_outputs_regex": "a"}, "vllm_structured_outputs_regex='a': constrained"),
         (KTOConfig, {"max_seq_length": 7, "max_length": 8}, "max_seq_length=7 and max_length=8 contradict each other"),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, ".*contradicts the option dty"),
         (KTOConfig, {"model_init_kwargs": {"device_map": {"": "cpu"}}}, ".*DeepSpeed places the model"),
@@ -252,6 +275,10 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
         (OnlineDPOConfig, {"top_k": None}, {"top_k": 0}),
         (OnlineDPOConfig, {"top_k": "-1"}, {"top_k": 0}),
         (OnlineDPOConfig, {"use_transformers_paged": True}, {"rollout_backend": "continuous"}),
+        (OnlineDPOConfig, {"use_vllm": True}, {"rollout_backend": "vllm", "vllm_url": "http://127.0.0.1:8000"}),
+        (OnlineDPOConfig, VLLM | TRL_SERVER, {"vllm_url": "http://127.0.0.1:9000"}),
+        (OnlineDPOConfig, VLLM | {"vllm_server_base_url": "http://h:1/"}, {"vllm_url": "http://h:1"}),
+        (OnlineDPOConfig, VLLM | {"gpu_memory_utilization": 0.3}, {"vllm_gpu_memory_utilization": 0.3}),
         (OnlineDPOConfig, {"judge": "openai", "num_generations": 2}, {"num_generations": 2}),
         (KTOConfig, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}}, {"dtype": None}),

@@ -157,7 +157,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for cls in METHODS.values():
         for name in option_names(cls) - judged_names(cls):
             assert f"--{name} " in text, name
-    assert "--remove_unused_columns" not in text and "--vllm_mode" not in text
+    assert "--remove_unused_columns" not in text and "--vllm_group_port" not in text
     assert "(--method kto)" in text and "(--method cpo)" in text and "[1e-06]" in text
 
 

@@ -42,7 +42,10 @@ READ_BY_TRANSFORMERS = {
     "logging_first_step", "logging_strategy", "eval_delay", "logging_steps", "eval_steps", "save_steps",
 }  # fmt: skip
 # Other ways to set an option, read where that is resolved; test_config_options.py shows the effect.
-READ_INTO_OTHERS = {"padding_free", "gamma_beta_ratio", "use_transformers_paged", "loss_weights"}
+READ_INTO_OTHERS = {
+    "padding_free", "gamma_beta_ratio", "use_transformers_paged", "loss_weights", "use_vllm", "vllm_server_base_url",
+    "vllm_server_host", "vllm_server_port",
+}  # fmt: skip
 # Passed on to the formulas of losses; test_dpo.py and test_objectives.py show the effect.
 READ_BY_LOSSES = {
     name for cls in METHODS.values() for loss in getattr(cls, "LOSSES", {}).values() for name in loss.reads

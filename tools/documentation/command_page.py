@@ -21,6 +21,7 @@ _OF_METHODS = {
     "train": "The options are listed in [Options](options.md), and in [the API](api/configs.md) by method.",
     "prepare": "All options of [`train`](#train), and `--ranks`.",
     "plan": "All options of [`train`](#train). The guide [Does it fit?](../guides/memory.md) explains the output.",
+    "vllm-serve": "All options of [`train`](#train), and `--run`.",
     "precompute": "All options of [`train`](#train).",
     "submit": "All options of [`train`](#train), and those of the job:",
 }
@@ -30,7 +31,12 @@ def command_page() -> str:
     """Return the page."""
     lines = [*table("command | description", ((f"[`{name}`](#{name})", text) for name, text in COMMANDS.items()))]
     for name, text in COMMANDS.items():
-        lines += ["", f"## {name}", "", *_section(name, import_module(f"alignment.cli.{name}"), text)]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            *_section(name, import_module(f"alignment.cli.{name.replace('-', '_')}"), text),
+        ]
     return with_generated("cli.md", lines)
 
 

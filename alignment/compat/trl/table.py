@@ -26,7 +26,7 @@ _DEVICES = "averages are always taken over all devices; remove it"
 _FSDP = "FSDP is not supported; set deepspeed to zero3, which also shards parameters"
 _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _SYNC = "Applies to `sync_ref_model` only, which is not supported."
-_VLLM = "Applies to `use_vllm` only, which is not supported."
+_REGEX = "constrained decoding is not supported, as the policy's log-probs do not include it; remove it"
 _LD_DPO = (
     "length desensitization (LD-DPO) weights single tokens; set loss_type: sigmoid_norm, which averages over them"
 )
@@ -176,18 +176,9 @@ class SFTCompatibility(GivenCompletions):
 class OnlineDPOCompatibility(GivenCompletions):
     """Further options of TRL's ``OnlineDPOConfig``."""
 
-    use_vllm: bool = only(False, "completions come from transformers; set rollout_backend: continuous")
-    gpu_memory_utilization: float | None = accepted(None, _VLLM)
-    vllm_guided_decoding_regex: str | None = accepted(None, _VLLM)
-    vllm_model_impl: str = accepted("vllm", _VLLM)
-    vllm_structured_outputs_regex: str | None = accepted(None, _VLLM)
-    vllm_gpu_memory_utilization: float | None = accepted(0.55, _VLLM)
-    vllm_mode: str = accepted("colocate", _VLLM)
-    vllm_server_base_url: str | None = accepted(None, _VLLM)
-    vllm_server_host: str = accepted("0.0.0.0", _VLLM)
-    vllm_server_port: int = accepted(8000, _VLLM)
-    vllm_server_timeout: float = accepted(240.0, _VLLM)
-    vllm_group_port: int = accepted(51216, _VLLM)
-    vllm_tensor_parallel_size: int = accepted(1, _VLLM)
-    vllm_enable_sleep_mode: bool = accepted(False, _VLLM)
+    vllm_guided_decoding_regex: str | None = only(None, _REGEX)
+    vllm_structured_outputs_regex: str | None = only(None, _REGEX)
+    vllm_group_port: int = accepted(
+        51216, "Has no effect: weights are sent to vLLM in a folder (`vllm_weights_folder`)."
+    )
     cache_implementation: list[str] | str | None = only(None, "set rollout_backend instead", "dynamic")
