@@ -93,6 +93,11 @@ class RealServer:
             client.reload(Path(self.model))
             client.resume()
 
+    def revive(self) -> None:
+        """Start it again if it was killed."""
+        if self.server._process is None or self.server._process.poll() is not None:
+            self.restart()
+
     def kill(self) -> None:
         """End all processes at once, without any of their code."""
         process = self.server._process

@@ -31,6 +31,8 @@ ZERO_3 = {"deepspeed": {"zero_optimization": {"stage": 3}}}
 PATIENT = {"vllm_server_timeout": 60.0}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 EXACT = 1e-4
+# The call of a client's method in the third step. Completions are also generated at the start and in a rehearsal.
+CALLS = {"generate": 5, "load_adapter": 3, "reload": 3, "set_version": 3, "step": 3}
 
 
 def check(log: list[dict[str, Any]], steps: int = 3, most: float = EXACT) -> None:
@@ -121,7 +123,7 @@ def killed_at(moment: str, server: RealServer, monkeypatch: pytest.MonkeyPatch) 
 
         def counted(self: Client, *args: Any) -> Any:
             calls[0] += 1
-            if calls[0] == (2 if name == "load_adapter" else 3):  # the first completions are those of the start
+            if calls[0] == CALLS[name] - 1:
                 after = 0.3 if moment == "in completions" else 0.0
                 threading.Timer(after, server.kill).start() if after else server.kill()
             return original(self, *args)
@@ -138,13 +140,14 @@ def test_a_run_resumes_with_a_new_server_after_the_first_was_killed(
     mortal: RealServer, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = LORA | SAVED | {"vllm_server_timeout": 4.0, "max_new_tokens": 48, "max_length": 96}
+    mortal.revive()
     with monkeypatch.context() as patched:
         patched.setenv("VLLM_API_KEY", mortal.key)
         callbacks = killed_at(moment, mortal, patched)
         with pytest.raises(TrainingError):
             train_and_close(make(mortal.url, mortal.model, tmp_path, *callbacks, **given))
     assert len(checkpoints(tmp_path / "out")) == (0 if moment == "before the start" else 1)
-    mortal.restart()
+    mortal.revive()
     monkeypatch.setenv("VLLM_API_KEY", mortal.key)
     trainer = make(mortal.url, mortal.model, tmp_path, **given | PATIENT)
     resumed = moment != "before the start"
@@ -155,7 +158,7 @@ def test_a_run_resumes_with_a_new_server_after_the_first_was_killed(
 
 @long
 @pytest.mark.parametrize(
-    ("moment", "more"),
+    ("method", "more"),
     [
         ("alignment.rollout.vllm.client.Client.reload", {}),
         ("alignment.rollout.vllm.client.Client.set_version", {}),
@@ -166,14 +169,15 @@ def test_a_run_resumes_with_a_new_server_after_the_first_was_killed(
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
 def test_a_run_resumes_with_the_same_server_after_it_was_killed(
-    vllm_server: RealServer, tmp_path: Path, ranks: RankServer, moment: str, more: dict[str, Any]
+    vllm_server: RealServer, tmp_path: Path, ranks: RankServer, method: str, more: dict[str, Any]
 ) -> None:
     given = PATIENT | SAVED | more
     spec = {
         "url": vllm_server.url,
         "model": vllm_server.model,
         "folder": str(tmp_path),
-        "moment": moment,
+        "method": method,
+        "call": CALLS[method.rpartition(".")[2]],
         "more": given,
     }
     (tmp_path / "spec.json").write_text(json.dumps(spec))

@@ -1,7 +1,7 @@
-"""A run with completions from a server, which is killed when it calls a function for the third time.
+"""A run with completions from a server, which is killed when it calls a method for the Nth time.
 
-Usage: vllm_killed.py SPEC.json, which has ``{"url", "model", "folder", "moment", "more"}``; ``moment`` is the dotted
-name of a method.
+Usage: vllm_killed.py SPEC.json, which has ``{"url", "model", "folder", "method", "call", "more"}``; ``method`` is a
+dotted name.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 
 from support.vllm_runs import make
 
-CALLS = 3
 
-
-def die_in(moment: str) -> None:
-    """Replace a method by one that kills this process when it is called for the third time."""
-    module, owner, name = moment.rsplit(".", 2)
+def die_in(method: str, call: int) -> None:
+    """Replace a method by one that kills this process when it is called for the Nth time."""
+    module, owner, name = method.rsplit(".", 2)
     holder = getattr(importlib.import_module(module), owner)
     original, calls = getattr(holder, name), [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == CALLS:
+        if calls[0] == call:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
@@ -36,5 +34,5 @@ def die_in(moment: str) -> None:
 
 if __name__ == "__main__":
     spec = json.loads(Path(sys.argv[1]).read_text())
-    die_in(spec["moment"])
+    die_in(spec["method"], spec["call"])
     make(spec["url"], spec["model"], Path(spec["folder"]), **spec["more"]).train()
