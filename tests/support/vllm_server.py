@@ -99,7 +99,7 @@ class RealServer:
             self.restart()
 
     def kill(self) -> None:
-        """End all processes at once, without any of their code."""
+        """Kill all processes, which then execute none of their code."""
         process = self.server._process
         assert process is not None
         os.killpg(process.pid, signal.SIGKILL)
