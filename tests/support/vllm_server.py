@@ -30,7 +30,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def program() -> Path | None:
     """``bin/vllm`` of the environment of ``VLLM_PYTHON``, by default of ``.venv-vllm``; None if it is missing."""
     python = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
-    found = python.parent / "vllm"
+    found = python.parent.absolute() / "vllm"
     return found if found.exists() else None
 
 
