@@ -11,6 +11,7 @@
 # make hosts     install pdsh and sshd (Debian, as root; no service is started) and train on two hosts of this machine
 # make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
 #                hour (SIGNALS_ARGS="--only 'torchrun TERM'")
+# make vllm      install vLLM's CPU build in .venv-vllm and run the tests with a real server (VLLM_PYTHON: another environment)
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types, the floors of alignment/, and phrases that no text contains
 # make tables    regenerate the pages of docs/reference/ that are made from the code
@@ -18,7 +19,7 @@
 # make linkcheck check the links to other sites, over the network; a report in docs/_build/linkcheck
 # make style     format, and apply the linter's fixes
 # make release VERSION=0.2.0  date the changelog, build and check the wheel and the sdist, commit and tag
-# make clean     remove .venv and caches
+# make clean     remove .venv, .venv-vllm and caches
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -38,6 +39,7 @@ PIP = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(2)
 READY := $(VENV)/.installed
 PINNED := -c constraints.txt
 NEWEST ?= .venv-newest
+VLLM ?= .venv-vllm
 RANGE = "$(shell sed -n 's/^ *"\($(1)[<>=].*\)",.*/\1/p' setup.py)"
 TORCH := $(call RANGE,torch)
 DEEPSPEED := $(call RANGE,deepspeed)
@@ -48,7 +50,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 # With it, every process would compile this package and every test again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants demo quality style tables \
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts vllm test-newest mutations mutants demo quality style tables \
 	docs linkcheck release clean
 
 install: $(READY)
@@ -124,6 +126,11 @@ hosts: $(READY)
 signals: $(READY)
 	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.signals $(SIGNALS_ARGS)
 
+vllm: $(READY)
+	@test -n "$(VLLM_PYTHON)" || tools/vllm/install.sh $(VLLM) $(PYTHON) $(TORCH_CPU_INDEX)
+	@VLLM_PYTHON=$(or $(VLLM_PYTHON),$(VLLM)/bin/python) DS_ACCELERATOR=cpu $(BIN)/python -m pytest \
+		-m vllm --durations=20 tests/vllm $(PYTEST_ARGS)
+
 demo: $(READY)
 	@$(CPU) $(BIN)/python examples/demo/run.py $(DEMO_ARGS)
 
@@ -153,4 +160,4 @@ release: $(READY)
 	@$(BIN)/python -m tools.release $(VERSION)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

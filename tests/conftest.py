@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -69,9 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
 
     def group(item: pytest.Item) -> str:
+        if item.path.parent.name == "vllm":  # one server for all
+            return "vllm"
         return "processes" if _PROCESSES & set(getattr(item, "fixturenames", ())) else item.path.stem
 
-    order = {"processes": 0, "docs": 1, "engine": 2, "launch": 3}
+    order = {"vllm": 0, "processes": 0, "docs": 1, "engine": 2, "launch": 3}
     items.sort(key=lambda item: min(order.get(name, 4) for name in (group(item), item.path.parent.name)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
@@ -304,3 +307,30 @@ def ranks() -> Iterator[RankServer]:
     server = RankServer(ROOT)
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model for a real vLLM server; without the environment of one, the test is skipped."""
+    from support.vllm_server import make_served, program
+
+    if program() is None:
+        pytest.skip("no environment of vLLM: run make vllm, or set VLLM_PYTHON")
+    return make_served(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="session")
+def running_server(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real vLLM server in fp32."""
+    from support.vllm_server import RealServer
+
+    with contextlib.closing(RealServer(served, tmp_path_factory.mktemp("server"))) as server:
+        yield server
+
+
+@pytest.fixture
+def vllm_server(running_server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The real server with its original weights. A test leaves it running, with any weights."""
+    monkeypatch.setenv("VLLM_API_KEY", running_server.key)
+    yield running_server
+    running_server.restore()

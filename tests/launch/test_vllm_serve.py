@@ -74,7 +74,7 @@ def test_command_of_a_recipe(folder: Path, capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--use_cpu",), {"--dtype": "float32", "--enforce-eager": ""}),
+        (("--use_cpu",), {"--dtype": "float32", "--enforce-eager": "", "--no-enable-chunked-prefill": ""}),
         (("--use_peft", "--lora_r", 33), {"--enable-lora": "", "--max-lora-rank": "64"}),
         (("--adapter_name_or_path", "adapter"), {"--enable-lora": "", "--max-lora-rank": "64"}),
         (("--vllm_tensor_parallel_size", 2), {"--tensor-parallel-size": "2"}),

@@ -15,7 +15,21 @@ def sums(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids)) for ids in completion_ids]
 
 
-def make(url: str | None, model: Any, folder: Path, *callbacks: Any, rows: int = 4, **more: Any) -> OnlineDPOTrainer:
+def prefer(prompts: list[Any], pairs: list[list[str]]) -> list[int]:
+    """A judge: the text that comes first in the alphabet."""
+    return [int(second < first) for first, second in pairs]
+
+
+def make(
+    url: str | None,
+    model: Any,
+    folder: Path,
+    *callbacks: Any,
+    rows: int = 4,
+    reward: Any = sums,
+    judged: bool = False,
+    **more: Any,
+) -> OnlineDPOTrainer:
     """Return a trainer of three steps of two micro-batches of two prompts."""
     options: dict[str, Any] = {
         "output_dir": str(folder / "out"),
@@ -41,6 +55,7 @@ def make(url: str | None, model: Any, folder: Path, *callbacks: Any, rows: int =
         args=OnlineDPOConfig(**options),
         train_dataset=prompts,
         eval_dataset=prompts[:2],
-        reward_funcs=sums,
+        reward_funcs=None if judged else reward,
+        judge=prefer if judged else None,
         callbacks=list(callbacks),
     )

@@ -69,7 +69,8 @@ def serve_command(
     words += ["--revision", source.init_kwargs["revision"]] if source.init_kwargs.get("revision") else []
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     words += ["--enable-sleep-mode"] if sleeps(options) else []
-    return words if uses_cuda(options) else [*words, "--enforce-eager"]
+    # On CPUs, vLLM 0.32 ends at a request with a seed whose prompt it processes in several parts.
+    return words if uses_cuda(options) else [*words, "--enforce-eager", "--no-enable-chunked-prefill"]
 
 
 def server_variables(options: OnlineOptions) -> dict[str, str]:
