@@ -89,6 +89,7 @@ def test_all_ranks_stop_in_a_rollout(found: list[dict[str, Any]]) -> None:
     assert found[0]["stopped"]["step"] == found[1]["stopped"]["step"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_sample_uses_a_server(servers: dict[str, FakeVLLM], tmp_path: Path, ranks: RankServer, nproc: int) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"

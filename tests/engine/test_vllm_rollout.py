@@ -47,7 +47,11 @@ def versions(server: FakeVLLM) -> list[str]:
     return [body["new_version"] for body in server.bodies("/update_weight_version")]
 
 
-@pytest.mark.parametrize("more", [{}, {"deepspeed": {"zero_optimization": {"stage": 3}}}, LORA, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"memory_rehearsal": "true"}, {"deepspeed": {"zero_optimization": {"stage": 3}}}, LORA, {"dtype": "bfloat16"}],
+    ids=["rehearsed", "stage3", "adapters", "bf16"],
+)
 def test_every_rollout_is_made_by_the_newest_weights(server: FakeVLLM, tmp_path: Path, more: dict[str, Any]) -> None:
     given = {"eval_strategy": "steps", "eval_steps": 1, **more}
     trainer = run(server, tmp_path, **given)
@@ -124,6 +128,9 @@ FAULTS: dict[str, tuple[Callable[[FakeVLLM], Any], str]] = {
 }
 
 
+BRIEF = ("stale weights", "restarted in the rollout", "mixed versions", "no version", "sleeps", "lost")
+
+
 def restarting(where: str) -> Callable[[str, int], Fault | None]:
     """Restart once, at the first request of this path."""
     left = [Fault(RESTART)]
@@ -141,8 +148,8 @@ def refusing(path: str, number: int) -> Fault | None:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *(pytest.param(name, {}, id=name.replace(" ", "-")) for name in FAULTS),
-        *(pytest.param(name, LORA, id=f"adapters-{name}".replace(" ", "-")) for name in list(FAULTS)[:4]),
+        *(pytest.param(n, {}, id=n.replace(" ", "-"), marks=() if n in BRIEF else pytest.mark.ci) for n in FAULTS),
+        *(pytest.param(n, LORA, id=f"adapters-{n}".replace(" ", "-"), marks=pytest.mark.ci) for n in list(FAULTS)[:4]),
     ],
 )
 def test_a_fault_ends_the_run_before_anything_is_trained_on(
@@ -196,6 +203,14 @@ def test_a_server_that_does_not_suit_is_refused_before_the_policy_is_loaded(
     change(server)
     with pytest.raises(TrainingError, match=expected):
         trainer.train()
+
+
+def test_a_dry_run_looks_at_the_server(server: FakeVLLM, tmp_path: Path) -> None:
+    trainer = make(server.url, server.folder, tmp_path, max_length=48)
+    assert trainer.resources.looked_at() == [f"vLLM at {server.url}: available"]
+    server.max_length = 40
+    (line,) = trainer.resources.looked_at()
+    assert "--max-model-len 48" in line and "A run would stop" in line
 
 
 @pytest.mark.parametrize(

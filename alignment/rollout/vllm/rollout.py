@@ -35,6 +35,7 @@ from alignment.run.stop import REQUESTS, Cut
 DIFFERENCE = "rollout/logp_difference"
 _LIMITS = {2: 0.1, 4: 0.01}  # of a mean difference that is due to rounding, by the bytes of the dtype
 _UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # an environment variable of the server
+_LOOKING_S = 30.0  # for which a dry run waits for the server
 _CLOSING_S = 5.0  # for which the end of a run waits for the server
 
 
@@ -117,6 +118,19 @@ class VLLMRollout(Rollout):
             names = words("temperature top_p top_k min_p repetition_penalty")
             probe = Sampling(1, (), 0, **{name: getattr(options, name) for name in names})
             self._ask(client, [self._body((0,), probe, count, 0)])
+
+    def looked_at(self) -> list[str]:
+        """See :class:`Rollout`: whether the server suits the run, as far as it answers soon."""
+        if self._colocated:
+            return []
+        client = Client(self.options.vllm_url, min(self.options.vllm_server_timeout, _LOOKING_S))
+        try:
+            self._check(client, client.info())
+        except TrainingError as error:
+            return [f"{error}. A run would stop with this error"]
+        finally:
+            client.close()
+        return [f"vLLM at {client.url}: available"]
 
     def attach(self, policy: ScoringEngine) -> None:
         """See :class:`Rollout`. Collective."""
