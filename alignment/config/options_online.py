@@ -147,7 +147,7 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def _check_vllm(self) -> None:
         """Reject options that have no effect with, or without, this use of vLLM, unless they are TRL's defaults."""
-        if re.fullmatch(r"https?://[^/@\s]+", self.vllm_url) is None:
+        if re.fullmatch(r"https?://(\[[0-9a-fA-F:]+\]|[^/@:\s]+)(:\d+)?", self.vllm_url) is None:
             why = "expected http://HOST:PORT, without a path or password; set the server's key as VLLM_API_KEY"
             raise OptionError(f"vllm_server_base_url: {why}")
         uses, colocated = self.rollout_backend == "vllm", self.vllm_mode == "colocate"

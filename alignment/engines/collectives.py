@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alignment.config.errors import AlignmentError, CheckpointError, one_line
+from alignment.config.errors import AlignmentError, CheckpointError, TrainingError, one_line
 from alignment.data.transfer import transferred
 from alignment.run.ending import OtherRankFailed
+from alignment.run.ranks import tell
+from alignment.run.stop import REQUESTS, Cut
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -102,6 +104,23 @@ def together(kind: type[AlignmentError] = CheckpointError) -> Iterator[None]:
     for rank, text in enumerate(texts):
         if text is not None:
             raise kind(f"rank {rank} failed: {text}" if kind is OtherRankFailed else text) from None
+
+
+@contextlib.contextmanager
+def together_or_cut(kind: type[AlignmentError] = TrainingError) -> Iterator[None]:
+    """Like :func:`together`, for work that a requested stop may cut short: if a rank was asked to, all raise Cut."""
+    failed: AlignmentError | None = None
+    try:
+        with together(kind), contextlib.suppress(Cut):
+            yield
+    except AlignmentError as error:
+        failed = error
+    if REQUESTS.may_cut and largest_numbers([REQUESTS.reason is not None]) != [0.0]:
+        if failed is not None:
+            tell(f"{failed}. The run is stopping, and repeats this step when it resumes")
+        raise Cut from failed
+    if failed is not None:
+        raise failed
 
 
 def barrier() -> None:

@@ -197,9 +197,8 @@ class OnlineResources(Resources):
         return [*lines, *(classifier.describe() for classifier in self.classifiers)]
 
     def looked_at(self) -> list[str]:
-        """Check that the judge's endpoint, and a server for rollouts, are reachable."""
-        lines = self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
-        return [*lines, *self.rollout.looked_at()]
+        """Check that the judge's endpoint is reachable."""
+        return self.ranker.judge.looked_at() if isinstance(self.ranker, JudgeRanker) else []
 
     def fingerprints(self) -> dict[str, str]:
         """Return a content fingerprint for each classifier; for functions and judges, the name and a source hash."""

@@ -96,10 +96,6 @@ class Rollout(ABC):
         """Prepare what needs no engine; return lines to print at the start of a run. Collective."""
         return []
 
-    def looked_at(self) -> list[str]:
-        """Return lines about external resources for a dry run, on the first rank."""
-        return []
-
     @abstractmethod
     def attach(self, policy: ScoringEngine) -> None:
         """Set the policy, whose engine has been built."""

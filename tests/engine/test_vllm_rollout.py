@@ -77,11 +77,11 @@ def test_requests_name_every_setting(server: FakeVLLM, tmp_path: Path) -> None:
     more = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "num_generations": 3}
     more |= {"generation_kwargs": {"min_new_tokens": 2}, "gradient_accumulation_steps": 1}
     run(server, tmp_path, max_steps=2, **more)
-    start, *asked = [body for body in server.bodies() if body["sampling_params"]["n"] == 3]
+    _, *asked = [body for body in server.bodies() if body["sampling_params"]["n"] == 3]
     shared = {"n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1,
               "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 0,
               "detokenize": False, "skip_special_tokens": False}  # fmt: skip
-    for body in (start, *asked):
+    for body in asked:
         assert {**body["sampling_params"], **shared} == body["sampling_params"]
     own = [body["sampling_params"] for body in asked]
     assert {(each["max_tokens"], each["min_tokens"], tuple(each["stop_token_ids"])) for each in own} == {(6, 2, (1,))}
@@ -205,14 +205,6 @@ def test_a_server_that_does_not_suit_is_refused_before_the_policy_is_loaded(
         trainer.train()
 
 
-def test_a_dry_run_looks_at_the_server(server: FakeVLLM, tmp_path: Path) -> None:
-    trainer = make(server.url, server.folder, tmp_path, max_length=48)
-    assert trainer.resources.looked_at() == [f"vLLM at {server.url}: available"]
-    server.max_length = 40
-    (line,) = trainer.resources.looked_at()
-    assert "--max-model-len 48" in line and "A run would stop" in line
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -297,6 +289,8 @@ def test_a_colocated_server_sleeps_between_rollouts(
         def start(self) -> str:
             running.append(True)
             return server.url
+
+        def check(self) -> None: ...
 
         def stop(self) -> None:
             running.append(False)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from peft import IA3Config, LoraConfig
-from transformers import BitsAndBytesConfig, LlamaConfig, MixtralConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
 
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary
 from alignment.rollout.vllm import weights
-from alignment.rollout.vllm.support_weights import adapter_obstacle, base_obstacle, server_obstacle
+from alignment.rollout.vllm.support import adapter_obstacle, base_obstacle, server_obstacle
 
 LORA = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
 INSIDE = ("model.layers.0.self_attn.q_proj",)
@@ -84,19 +84,13 @@ def test_a_server_of_the_checkpoint_has_not_the_policys_base() -> None:
 def test_a_server_that_cannot_take_the_weights() -> None:
     on_cpu = {"device_config": {"device": "cpu"}, "lora_config": {"max_lora_rank": 8}}
     on_gpu = on_cpu | {"device_config": {"device": "cuda"}, "lora_config": None}
-    assert server_obstacle(source(), Adapters(LORA), on_cpu) is None
+    assert server_obstacle(Adapters(LORA), on_cpu) is None
     for found in (
-        server_obstacle(source(), adapters(r=8, rank_pattern={"q_proj": 16}), on_cpu),
-        server_obstacle(source(), Adapters(LORA), on_gpu),
+        server_obstacle(adapters(r=8, rank_pattern={"q_proj": 16}), on_cpu),
+        server_obstacle(Adapters(LORA), on_gpu),
     ):
         assert found is not None and "--max-lora-rank" in found
-    tied, experts = LlamaConfig(tie_word_embeddings=True), MixtralConfig()
-    for config, named in ((tied, "tied"), (experts, "experts")):
-        obstacle = server_obstacle(source(config), None, on_cpu)
-        assert obstacle is not None and named in obstacle
-        assert server_obstacle(source(config), None, on_gpu) is None
-        assert server_obstacle(source(config), Adapters(LORA), on_cpu) is None
-    assert server_obstacle(source(), None, on_cpu) is None
+    assert server_obstacle(None, on_cpu) is None
 
 
 def test_files_are_in_memory_if_twice_their_size_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

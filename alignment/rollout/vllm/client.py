@@ -19,7 +19,7 @@ import httpx
 
 from alignment.config.errors import OptionError, TrainingError, one_line, setting
 from alignment.run.activity import ACTIVITY
-from alignment.run.stop import REQUESTS
+from alignment.run.stop import REQUESTS, Cut
 
 KEY = "VLLM_API_KEY"  # vLLM reads the same environment variable
 SERVE = "`deepspeed-alignment vllm-serve RECIPE` prints the command that starts a server"
@@ -53,31 +53,20 @@ class Client:
     """
 
     def __init__(
-        self,
-        base_url: str,
-        timeout: float = 240.0,
-        key: str | None = None,
-        check: Callable[[], None] | None = None,
+        self, url: str, timeout: float = 240.0, key: str | None = None, check: Callable[[], None] | None = None
     ) -> None:
         self._check = check or (lambda: None)
         self._key = os.environ.get(KEY, "").strip() if key is None else key
-        self.url, self.timeout = base_url.rstrip("/").removesuffix("/v1"), timeout
+        self.url, self.timeout = url, timeout
         if not (self._key.isascii() and self._key.isprintable()):
             raise OptionError(f"the environment variable {KEY} contains characters that a key cannot have")
-        try:
-            address = httpx.URL(self.url)
-            if address.scheme not in ("http", "https") or not address.host or address.userinfo:
-                raise ValueError("expected http://HOST:PORT, without a user")
-            self._http = httpx.AsyncClient(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-                timeout=None,  # see _run
-                limits=httpx.Limits(max_connections=_MOST_REQUESTS),
-                trust_env=False,
-            )
-        except (httpx.InvalidURL, ValueError) as error:
-            shown = setting("vllm_server_base_url", base_url.rpartition("@")[2])
-            raise OptionError(f"{shown}: {one_line(error)}") from None
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=None,  # see _run
+            limits=httpx.Limits(max_connections=_MOST_REQUESTS),
+            trust_env=False,
+        )
         self._moved, self._said = 0.0, ""  # when the newest response came, and what the newest failure was
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="alignment-vllm", daemon=True).start()
@@ -98,12 +87,10 @@ class Client:
         version, asleep = self._call("GET", "/weight_info"), self._call("GET", "/is_sleeping")
         return version["weight_version"], asleep["is_sleeping"], self._call("GET", "/is_paused")["is_paused"]
 
-    def generate(
-        self, bodies: Sequence[Mapping[str, Any]], look: Callable[[], None] = lambda: None
-    ) -> list[list[Choice]]:
+    def generate(self, bodies: Sequence[Mapping[str, Any]]) -> list[list[Choice]]:
         """Return the choices of requests of ``/inference/v1/generate`` with ``logprobs``, all sent at the same time.
 
-        ``look`` is called every second; if it raises, the server drops the requests, too.
+        Raises Cut once a stop is requested; the server then drops the requests, too.
         """
 
         async def everything() -> list[Any]:
@@ -114,7 +101,7 @@ class Client:
                 for task in tasks:
                     task.cancel()
 
-        answers = self._run(everything(), look)
+        answers = self._run(everything(), cuts=True)
         return [[self._choice(each) for each in sorted(a["choices"], key=lambda c: c["index"])] for a in answers]
 
     def _choice(self, choice: Mapping[str, Any]) -> Choice:
@@ -180,7 +167,7 @@ class Client:
         """Return the response to a request; None if its status is ``or_status``."""
         return self._run(self._answer(method, path, or_status, **content))
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None) -> Any:
+    def _run(self, coroutine: Coroutine[Any, Any, Any], cuts: bool = False) -> Any:
         """Wait for a coroutine; raise when no response has come for too long. As this is bounded, it is no hang."""
         self._moved, self._said, told = time.monotonic(), "", False
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -188,11 +175,12 @@ class Client:
             while not wait([future], min(1.0, self.timeout)).done:
                 ACTIVITY.progress()
                 self._check()
-                look()
+                stopping = REQUESTS.may_cut and REQUESTS.asked() is not None
+                if stopping and cuts:
+                    raise Cut
                 if self._said and not told:
                     print(f"{self.error(self._said)}; trying again", flush=True)
                     told = True
-                stopping = REQUESTS.may_cut and REQUESTS.asked() is not None
                 if time.monotonic() - self._moved > (min(self.timeout, _STOPPING_S) if stopping else self.timeout):
                     limit = "before the run has to stop" if stopping else setting("vllm_server_timeout", self.timeout)
                     raise self.error(f"{self._said or 'no response'} ({limit}); is it running? {SERVE}")

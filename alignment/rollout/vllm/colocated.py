@@ -8,21 +8,22 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+
+import httpx
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError, TrainingError, setting
 from alignment.config.options_online import OnlineOptions
 from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
-from alignment.rollout.vllm import supervise
 from alignment.rollout.vllm.command import LOCAL, colocated_environment, serve_command
+from alignment.run import supervise
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import local_rank, rank
 
@@ -64,8 +65,9 @@ class Colocated:
             raise OptionError(
                 f"{name}: no such program; install vLLM in an environment of its own and set its bin/vllm"
             )
-        self._port = _free_port()
-        self._command = serve_command(options, source, adapters, compute, host=LOCAL, port=self._port)
+        port = get_free_port()
+        self._url = f"http://{LOCAL}:{port}"
+        self._command = serve_command(options, source, adapters, compute, host=LOCAL, port=port)
         self._command[0] = found
         if not folder.is_dir():  # of a command that writes elsewhere, such as `sample`
             folder = Path(tempfile.mkdtemp(prefix="vllm-"))
@@ -96,7 +98,7 @@ class Colocated:
         except BaseException:
             self.stop()
             raise
-        return f"http://{LOCAL}:{self._port}"
+        return self._url
 
     def _wait(self) -> None:
         """Wait until the server is ready."""
@@ -135,14 +137,9 @@ class Colocated:
             process.wait()
 
     def _healthy(self) -> bool:
-        connection = HTTPConnection(LOCAL, self._port, timeout=5.0)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self._url}/health", timeout=5.0, trust_env=False).status_code == 200
+        return False
 
     def _last_lines(self) -> str:
         """Return the first error in what the server has written, or its last line, and where the log is."""
@@ -152,9 +149,3 @@ class Colocated:
         causes = [found.group() for line in lines if (found := _CAUSE.search(line)) is not None]
         said = causes[0] if causes else lines[-1] if lines else "it has written nothing"
         return f"{said.replace(self.key, '<KEY>')[:400]} (log: {self.log})"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCAL, 0))
-        return int(probe.getsockname()[1])

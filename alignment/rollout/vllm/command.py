@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError
@@ -13,6 +12,7 @@ from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import VARIABLES as ALLOCATOR_VARIABLES
 from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
+from alignment.rollout.vllm.support import largest_rank
 from alignment.run.ranks import VARIABLES as RANK_VARIABLES
 
 LOCAL = "127.0.0.1"
@@ -57,8 +57,7 @@ def serve_command(
     words += ["--model-impl", options.vllm_model_impl, "--generation-config", "vllm", "--enable-scale-out"]
     words += ["--logprobs-mode", "raw_logprobs", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
     if adapters is not None:
-        lora: Any = adapters.config
-        rank = max(getattr(lora, "r", 0), *(getattr(lora, "rank_pattern", None) or {}).values(), 1)
+        rank = largest_rank(adapters)
         if rank > _LORA_RANKS[-1]:
             raise OptionError(f"lora_r: vLLM serves adapters of ranks up to {_LORA_RANKS[-1]}, not {rank}; reduce it")
         words += ["--enable-lora", "--max-lora-rank", str(min(each for each in _LORA_RANKS if each >= rank))]

@@ -7,36 +7,31 @@ scores some of them: the log-probs have to be those that vLLM reports.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from alignment.config.errors import AlignmentError, OptionError, TrainingError, listing
-from alignment.config.fields import words
+from alignment.config.errors import OptionError, TrainingError, listing
 from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import collate
-from alignment.engines.collectives import gathered, largest_numbers, together
+from alignment.engines.collectives import gathered, largest_numbers, together_or_cut
 from alignment.engines.scoring import ScoringEngine
 from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource
 from alignment.rollout.backend import Completion, Rollout, RolloutRequest, Sampling
+from alignment.rollout.vllm import support
 from alignment.rollout.vllm.client import Choice, Client, ServerInfo
 from alignment.rollout.vllm.colocated import Colocated
-from alignment.rollout.vllm.support import sampling_obstacle, sampling_params
-from alignment.rollout.vllm.support_weights import adapter_obstacle, base_obstacle, server_obstacle
 from alignment.rollout.vllm.weights import WeightSync
 from alignment.run.ending import OtherRankFailed
-from alignment.run.ranks import rank, tell
-from alignment.run.stop import REQUESTS, Cut
+from alignment.run.ranks import rank
 
 DIFFERENCE = "rollout/logp_difference"
 _LIMITS = {2: 0.1, 4: 0.01}  # of a mean difference that is due to rounding, by the bytes of the dtype
 _UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # an environment variable of the server
-_LOOKING_S = 30.0  # for which a dry run waits for the server
-_CLOSING_S = 5.0  # for which the end of a run waits for the server
 
 
 class VLLMRollout(Rollout):
@@ -57,9 +52,9 @@ class VLLMRollout(Rollout):
     def __init__(self, options: OnlineOptions, source: ModelSource, adapters: Adapters | None, compute: str) -> None:
         self.options, self.source, self.adapters, self.compute = options, source, adapters, compute
         obstacle = (
-            sampling_obstacle(options)
-            or (None if adapters is None else adapter_obstacle(adapters))
-            or base_obstacle(source, adapters, allow_mismatch=options.vllm_allow_base_mismatch)
+            support.sampling_obstacle(options)
+            or (None if adapters is None else support.adapter_obstacle(adapters))
+            or support.base_obstacle(source, adapters, allow_mismatch=options.vllm_allow_base_mismatch)
         )
         if obstacle is not None:
             raise OptionError(f"rollout_backend='vllm': {obstacle}; or set rollout_backend: generate")
@@ -80,7 +75,7 @@ class VLLMRollout(Rollout):
         """
         self.close()
         options = self.options
-        with _agreed():
+        with together_or_cut():
             url, key, check = options.vllm_url, None, None
             if self._colocated:
                 folder = Path(options.output_dir or "")
@@ -108,29 +103,14 @@ class VLLMRollout(Rollout):
             f"start it with {_UPDATING}=1": self.adapters is not None and not info.config["env"].get(_UPDATING),
             "start it with --logprobs-mode raw_logprobs": model["logprobs_mode"] != "raw_logprobs",
             "start it without --logits-processors": bool(model["logits_processors"]),
-            server_obstacle(self.source, self.adapters, info.config): True,
+            support.server_obstacle(self.adapters, info.config): True,
         }
         for problem, found in problems.items():
             if found and problem is not None:
                 raise client.error(problem)
         if not paused or self.adapters is not None:  # an update of full weights, by a run that was killed, is repeated
             self._model = info.model
-            names = words("temperature top_p top_k min_p repetition_penalty")
-            probe = Sampling(1, (), 0, **{name: getattr(options, name) for name in names})
-            self._ask(client, [self._body((0,), probe, count, 0)])
-
-    def looked_at(self) -> list[str]:
-        """See :class:`Rollout`: whether the server suits the run, as far as it answers soon."""
-        if self._colocated:
-            return []
-        client = Client(self.options.vllm_url, min(self.options.vllm_server_timeout, _LOOKING_S))
-        try:
-            self._check(client, client.info())
-        except TrainingError as error:
-            return [f"{error}. A run would stop with this error"]
-        finally:
-            client.close()
-        return [f"vLLM at {client.url}: available"]
+            self._ask(client, [self._body((0,), Sampling(1, (), 0), count, 0)])
 
     def attach(self, policy: ScoringEngine) -> None:
         """See :class:`Rollout`. Collective."""
@@ -144,11 +124,11 @@ class VLLMRollout(Rollout):
     def update(self, version: str) -> None:
         """Send the weights to the server, unless it has those of this version. Collective."""
         assert self._client is not None and self._weights is not None
-        with _agreed():
+        with together_or_cut():
             if self._sleeps:
                 get_accelerator().empty_cache()
                 self._client.wake()
-        with _agreed(OtherRankFailed):  # all ranks raise their own errors, which are the same
+        with together_or_cut(OtherRankFailed):  # all ranks raise their own errors, which are the same
             if version != self._given:
                 self._updates += 1
                 self._version = f"{version}-{self._updates}"  # another one if the server has dropped the weights
@@ -158,7 +138,7 @@ class VLLMRollout(Rollout):
         """See :class:`Rollout`."""
         client, count, choices = self._client, request.num_generations, list[list[Choice]]()
         assert client is not None
-        with _agreed():
+        with together_or_cut():
             seeds = range(request.seed, request.seed + count * len(request.prompts), count)
             bodies = [self._body(ids, request.sampling, count, seed) for ids, seed in zip(request.prompts, seeds)]
             choices = self._ask(client, bodies) if bodies else []
@@ -171,7 +151,7 @@ class VLLMRollout(Rollout):
 
     def _body(self, ids: Sequence[int], sampling: Sampling, count: int, seed: int) -> dict[str, Any]:
         """Return a request. What other weights have cached does not have its salt."""
-        params, salt = sampling_params(sampling, count, seed), self._version or "none"
+        params, salt = support.sampling_params(sampling, count, seed), self._version or "none"
         return {"token_ids": list(ids), "model": self._model, "cache_salt": salt, "sampling_params": params}
 
     def _ask(self, client: Client, bodies: Sequence[Mapping[str, Any]]) -> list[list[Choice]]:
@@ -181,7 +161,7 @@ class VLLMRollout(Rollout):
             raise client.error("it sleeps; wake it by POST /wake_up" if sleeping else "it is paused; restart it")
         if self._version and version != self._version:
             raise self._stale(client, {version})
-        return client.generate(bodies, _look)
+        return client.generate(bodies)
 
     def _stale(self, client: Client, found: set[str]) -> TrainingError:
         why = "it was restarted, and has lost them" if "default" in found else "does another run use it?"
@@ -224,10 +204,6 @@ class VLLMRollout(Rollout):
     def rehearse(self, longest: Callable[[int], RolloutRequest], most: int) -> None:
         """See :class:`Rollout`; the server has allocated its memory."""
 
-    def describe(self) -> str:
-        """See :class:`Rollout`."""
-        return f"vLLM, {'colocated' if self._colocated else 'server'}" if self._info is not None else ""
-
     def state_dict(self) -> dict[str, Any]:
         """See :class:`Rollout`; nothing."""
         return {}
@@ -235,33 +211,12 @@ class VLLMRollout(Rollout):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :class:`Rollout`."""
 
+    def describe(self) -> str:
+        """See :class:`Rollout`."""
+        return f"vLLM, {'colocated' if self._colocated else 'server'}" if self._info is not None else ""
+
     def close(self) -> None:
         """See :class:`Rollout`: delete the weights that were sent, and stop a colocated server."""
-        if self._client is not None:
-            self._client.timeout = min(self._client.timeout, _CLOSING_S)
         self._opened.close()
         self._client = self._info = self._policy = self._weights = None
         self._given = self._version = ""
-
-
-def _look() -> None:
-    """Abandon requests once a stop is requested."""
-    if REQUESTS.may_cut and REQUESTS.asked() is not None:
-        raise Cut
-
-
-@contextlib.contextmanager
-def _agreed(kind: type[AlignmentError] = TrainingError) -> Iterator[None]:
-    """Raise the error of a rank on all of them, see :func:`together`; once a stop is requested on any, raise Cut."""
-    failed: AlignmentError | None = None
-    try:
-        with together(kind), contextlib.suppress(Cut):
-            yield
-    except AlignmentError as error:
-        failed = error
-    if REQUESTS.may_cut and largest_numbers([REQUESTS.reason is not None]) != [0.0]:
-        if failed is not None:
-            tell(f"{failed}. The run is stopping, and repeats this step when it resumes")
-        raise Cut from failed
-    if failed is not None:
-        raise failed

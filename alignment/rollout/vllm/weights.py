@@ -70,7 +70,6 @@ class WeightSync:
     ) -> None:
         self._client, self._model, self._adapters, self._source = client, policy.scorer.model, adapters, source
         self._base_name, self._given = base_name, folder is not None
-        self._sent: set[str] = set()  # versions
         self._loaded: list[str] = []  # adapters
         self._held: IO[bytes] | None = None  # the lock of the folder, which ends with this process
         host = None if client is None else socket.gethostname()
@@ -90,9 +89,6 @@ class WeightSync:
             OutputError: on every rank, if the files cannot be written.
             TrainingError: on every rank, if a server does not take them; completions are then not to be used.
         """
-        if version in self._sent:
-            raise ValueError(f"the weights of version {version} were sent before")
-        self._sent.add(version)
         path = self._folder / version
         with together(OutputError):
             if self._adapters is None:
@@ -145,11 +141,9 @@ class WeightSync:
         names, self._loaded = self._loaded, []
         if self._client is not None and names:
             self._client.timeout = min(self._client.timeout, _CLOSING_S)
-            try:
+            with contextlib.suppress(TrainingError):  # of a server that is gone
                 for name in names:
                     self._client.unload_adapter(name)
-            except TrainingError as error:
-                print(f"{error}; its adapters {', '.join(names)} were not unloaded", flush=True)
         if self._held is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._held.close()

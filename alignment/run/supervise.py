@@ -1,9 +1,9 @@
-"""Run a colocated vLLM server, and end all of its processes once it exits or the run is gone.
+"""Run a server beside the run, and end all of its processes once it exits or the run is gone.
 
 A program, ``python supervise.py PID GRACE COMMAND...``, that imports the standard library only. It is the parent of
 the server because a run can end without executing any code: by SIGKILL, or ``os._exit`` while a thread hangs. A signal
 on the death of the parent (``PR_SET_PDEATHSIG``) alone is not sufficient: it is sent as soon as the thread ends that
-started the child, and reaches only the first of vLLM's processes.
+started the child, and reaches only the first of its processes.
 """
 
 from __future__ import annotations
