@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
+from alignment.internals.transformers_experts import packing_while_loading
+from alignment.models.experts import pack, quantizable
 from alignment.models.kernels import hub_kernels, put_hub_kernels
 from alignment.models.partitioning import decoder_layers, partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
@@ -66,7 +70,14 @@ def load_model(
             kwargs["quantization_config"] = quantization.config
     elif device is not None and device.type == "cuda" and not partitions(ds_config):
         kwargs["device_map"] = {"": device}
-    model, absent = _from_pretrained(path, task, ds_config if quantization is None else None, dtype=dtype, **kwargs)
+    with contextlib.ExitStack() as context:
+        if quantization is not None and quantization.experts is not None and quantization.experts.packed:
+            config = quantization.config
+            find, packed = functools.partial(quantizable, config=config), functools.partial(pack, config=config)
+            context.enter_context(packing_while_loading(find, packed))
+        model, absent = _from_pretrained(
+            path, task, ds_config if quantization is None else None, dtype=dtype, **kwargs
+        )
     missing = [name for name in absent if not task.is_new(name)]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,21 @@ from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
 from alignment.internals.transformers import quantized_names
+from alignment.models.experts import IMPLEMENTATION, packed_experts
 
 _KEY = "quantization_config"
+
+
+class Experts(NamedTuple):
+    """The experts of a mixture of experts whose other weights are quantized.
+
+    Attributes:
+        packed: names of the experts' weights that are quantized; empty if none are.
+        size: bytes of all of them, including their quantization constants.
+    """
+
+    packed: tuple[str, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,13 @@ class Quantization:
         config: settings for transformers.
         stored: whether the checkpoint, or the live model, is already quantized; its weights are used unchanged.
         repack: storage dtype for packed weights that the checkpoint stores as bytes; None: keep bytes.
+        experts: the model's experts; None if it has none.
     """
 
     config: BitsAndBytesConfig
     stored: bool = False
     repack: torch.dtype | None = None
+    experts: Experts | None = None
 
     @property
     def bits(self) -> int:
@@ -42,10 +57,17 @@ class Quantization:
 
     def describe(self) -> str:
         """Describe how the weights are stored."""
-        if self.bits == 8:
-            return "8-bit base weights"
         nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
-        return f"4-bit base weights ({self.config.bnb_4bit_quant_type}{nested})"
+        kind = f" ({self.config.bnb_4bit_quant_type}{nested})" if self.bits == 4 else ""
+        text = f"{self.bits}-bit base weights{kind}"
+        if self.experts is None:
+            return text
+        size = f"{self.experts.size / 1e9:.2f} GB"
+        return f"{text}, of which experts take {size}" if self.experts.packed else f"{text}, except experts ({size})"
+
+    def content(self) -> dict[str, Any]:
+        """Return everything that the values of the quantized weights depend on, by name."""
+        return {**self.config.to_dict(), **({"experts": True} if self.experts and self.experts.packed else {})}
 
 
 def plan_quantization(
@@ -127,7 +149,7 @@ def _parsed(given: Any, key: str) -> BitsAndBytesConfig:
     if not method.startswith("bitsandbytes"):
         raise ModelError(
             f"{key}: its weights are quantized with {method}, which is not supported for training; use the "
-            "unquantized model, and set load_in_4bit: true for 4 bits"
+            "unquantized model, in bfloat16, and set load_in_4bit: true for 4 bits"
         )
     _check_installed(key)
     content.pop("quant_method", None)
@@ -207,9 +229,12 @@ def _checked(plan: Quantization, compute: torch.dtype, stage: int) -> Quantizati
     return plan
 
 
-def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
+def prepare_quantized(model: PreTrainedModel, plan: Quantization) -> None:
     """Prepare quantized weights for training and repack them as planned. Call this before the first forward pass."""
     import bitsandbytes as bnb
+
+    if packed_experts(model):
+        model.set_experts_implementation(IMPLEMENTATION)
 
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):

@@ -89,8 +89,7 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     new_rows: tuple[str, ...] = ()
     if path is None:
         _complete(config, linear, model)
-        if key == "lora_target_modules":
-            _check_names(config, linear, model)
+        _check_names(config, linear, model, key)
         new_rows = _train_new_rows(config, model, source)
     experts = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.ndim == 3}
     try:
@@ -101,13 +100,18 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
         names = ", ".join(sorted(set(linear.values())))
         raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
     _take_converted(config, model.peft_config["default"])
+    packed = _packed_experts(source)
+    _check_experts(config, packed)
     if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
     notes = [note] if note else []
     if idle:
+        further = " and set bnb_4bit_skip_experts: true" if packed else ""
         names = ", ".join(sorted(idle))
-        notes.append(f"the experts ({names}) get no adapters; add them to lora_target_parameters to train them")
+        notes.append(
+            f"the experts ({names}) get no adapters; add them to lora_target_parameters{further} to train them"
+        )
     if new_rows:
         notes.append(
             f"chat_template_path: {' and '.join(new_rows)} are trained in full and saved with the adapters, because "
@@ -199,9 +203,9 @@ def _linear_layers(model: Any, source: ModelSource) -> Iterator[tuple[str, str]]
     """Yield the full name and the last component of each linear layer, except the head and routers."""
     head = getattr(model, HEAD, None) if classifies(source) else model.get_output_embeddings()
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and last not in _ROUTERS:
-            yield name, last
+        parts = name.split(".")
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not {*_ROUTERS} & {*parts}:
+            yield name, parts[-1]
 
 
 def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> None:
@@ -235,8 +239,31 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
     return tuple(names)
 
 
-def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel) -> None:
-    """Check that the model has the modules and parameters named in the options; PEFT ignores unknown ones."""
+def _packed_experts(source: ModelSource) -> tuple[str, ...]:
+    """Return the names of the weights of quantized experts."""
+    plan = source.quantization
+    return () if plan is None or plan.experts is None else plan.experts.packed
+
+
+def _check_experts(config: Any, packed: tuple[str, ...]) -> None:
+    """Check that no adapters are added to quantized experts, which PEFT would silently ignore."""
+    for name in sorted(getattr(config, "target_parameters", None) or ()):
+        if any(_is_named(one, name) for one in packed):
+            raise OptionError(
+                f"lora_target_parameters: {name!r} names experts, which are quantized and get no adapters; remove it, "
+                "or set bnb_4bit_skip_experts: true to leave them unquantized"
+            )
+
+
+def _is_named(full: str, name: str) -> bool:
+    return f".{full}".endswith(f".{name}")
+
+
+def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel, key: str) -> None:
+    """Check that the model has the modules and parameters named in the options; PEFT ignores unknown ones.
+
+    Of those in another configuration, PEFT also ignores modules if another one is found, but parameters in any case.
+    """
     modules, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for field, known, shown in (
         ("target_modules", modules, {*linear.values()}),
@@ -244,8 +271,10 @@ def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel) ->
         ("modules_to_save", modules, {"embed_tokens", "lm_head", HEAD}),
     ):
         wanted = getattr(config, field, None) or ()
-        for name in () if isinstance(wanted, str) else sorted(wanted):
-            if not any(f".{one}".endswith(f".{name}") for one in known):
+        if isinstance(wanted, str) or (key != "lora_target_modules" and field != "target_parameters"):
+            continue
+        for name in sorted(wanted):
+            if not any(_is_named(one, name) for one in known):
                 raise OptionError(
                     f"lora_{field}: the model has no {name!r}{did_you_mean(name, sorted(shown))}; available: "
                     f"{', '.join(sorted(shown))}"
