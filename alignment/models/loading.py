@@ -131,9 +131,12 @@ def _from_pretrained(
         raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
     if (wrong := sorted(report["mismatched_keys"])) and "ignore_mismatched_sizes" not in arguments:
         (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        instead = "use the config.json that was saved with these weights"
+        if getattr(model.config, "quantization_config", None) is not None and len(expected) == 3:
+            instead = "quantized experts cannot be read; use the unquantized model, and set load_in_4bit: true"
         raise ModelError(
             f"model {path!r}: {name}{more}: the checkpoint has the shape {[*stored]}, but config.json describes "
-            f"{[*expected]}; use the config.json that was saved with these weights"
+            f"{[*expected]}; {instead}"
         )
     return model, sorted(report["missing_keys"])
 
