@@ -28,6 +28,8 @@ from alignment.models import experts
 from alignment.models.quantization import Quantization
 from alignment.models.quantized import quantized
 from alignment.models.source import model_source
+from alignment.rollout.backend import Sampling
+from alignment.rollout.continuous import ContinuousBackend
 from tools.ranks import RankServer
 
 _TRAINED = "test_every_step_matches_peft_on_dequantized_experts"
@@ -100,6 +102,13 @@ def test_generation(models: dict[str, str]) -> None:
         with wide_maths():
             ids = torch.cat([ids, dense(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(found, ids)
+
+
+def test_continuous_batching_is_not_used(models: dict[str, str]) -> None:
+    sampling = Sampling(max_new_tokens=4, eos_token_ids=(1,), pad_token_id=1)
+    for more, expected in (({}, "quantized experts"), ({"bnb_4bit_skip_experts": True}, None)):
+        found = ContinuousBackend().obstacle(loaded(models["qwen3_moe"], **more), sampling)
+        assert found is None if expected is None else expected in str(found)
 
 
 def test_memory_while_loading_and_in_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
