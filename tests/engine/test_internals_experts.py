@@ -55,12 +55,13 @@ def test_experts_are_packed_while_they_are_loaded(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.experts.{part}" for layer in (0, 1) for part in ("down_proj", "gate_up_proj")]
     packed: list[Tensor] = []
 
-    def pack(weight: Tensor) -> nn.Parameter:
+    def pack(weight: Tensor, config: BitsAndBytesConfig) -> nn.Parameter:
+        assert config.load_in_4bit
         packed.append(weight.clone())
         return nn.Parameter(weight.sum((1, 2)), requires_grad=False)
 
     arguments = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "dtype": torch.float32}
-    with internals.packing_while_loading(lambda model: names, pack):
+    with internals.packing_while_loading(lambda model, config: names, pack):
         model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **arguments)
     assert not any(report[kind] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"))
     assert len(packed) == 4 and type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
