@@ -29,6 +29,14 @@ _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (("precompute_ref_batch_size",), lambda of: of.ref_placement == "precomputed", "ref_placement: precomputed"),
     (LORA, lambda of: of.use_peft, "use_peft: true"),
     (FOUR_BITS, lambda of: any(getattr(of, name, False) for name in _FOUR_BIT_MODELS), "load_in_4bit: true"),
+    (
+        ("bnb_4bit_skip_experts",),
+        lambda of: any(
+            [getattr(of, name, False) for name in _FOUR_BIT_MODELS]
+            + ["quantization_config" in (of.model_init_kwargs or {})]
+        ),
+        "load_in_4bit: true",
+    ),
 )
 _NOT_EVALUATED = "requires evaluations; set eval_strategy to steps or epoch"
 _CONTRADICT = "they contradict each other; remove one of them"
@@ -170,7 +178,7 @@ def without_counterparts(cls: Any, recipe: dict[str, Any], given: dict[str, Any]
     if "adapter_name_or_path" in effective or texts.get("use_peft") == "false":
         replaced |= {*LORA}
     if texts.get("load_in_4bit") == "false" or "load_in_8bit" in effective:
-        replaced |= {*FOUR_BITS}
+        replaced |= {*FOUR_BITS, "bnb_4bit_skip_experts"}
     return {name: value for name, value in recipe.items() if name not in replaced}
 
 

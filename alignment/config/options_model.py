@@ -103,6 +103,7 @@ class AdapterOptions:
         None, "Storage dtype of packed 4-bit weights. Defaults to the compute dtype, which ZeRO-3 requires."
     )
     use_bnb_nested_quant: Shared[bool] = option(True, "Also quantize the quantization constants of 4-bit weights.")
+    bnb_4bit_skip_experts: Shared[bool] = option(False, "Leave the experts of a mixture of experts unquantized.")
     merged_output_dir: Late[Free[str | None]] = option(None, "Folder for another copy, with adapters merged.")
 
 

@@ -18,6 +18,7 @@ _LAYER_BETWEEN = (
 )
 _DRAFTS = "it drafts tokens from another model's hidden states and takes no token IDs"
 _AUDIO = "it generates audio codes, several per position"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -63,6 +64,12 @@ def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
+
+
+def is_mixture(config: PretrainedConfig) -> bool:
+    """Return whether a model is a mixture of experts."""
+    text = config.get_text_config()
+    return any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS)
 
 
 def inner_width(config: PretrainedConfig) -> int:

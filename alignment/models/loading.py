@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Collection, Sequence
@@ -17,6 +18,8 @@ from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
+from alignment.internals.transformers_experts import packing_while_loading
+from alignment.models.experts import pack, quantizable
 from alignment.models.kernels import hub_kernels, put_hub_kernels
 from alignment.models.partitioning import decoder_layers, partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
@@ -66,7 +69,9 @@ def load_model(
             kwargs["quantization_config"] = quantization.config
     elif device is not None and device.type == "cuda" and not partitions(ds_config):
         kwargs["device_map"] = {"": device}
-    model, absent = _from_pretrained(path, task, ds_config if quantization is None else None, dtype=dtype, **kwargs)
+    packs = quantization is not None and bool(quantization.packed_experts)
+    with packing_while_loading(quantizable, pack) if packs else contextlib.nullcontext():
+        model, absent = _from_pretrained(path, task, None if quantization else ds_config, dtype=dtype, **kwargs)
     missing = [name for name in absent if not task.is_new(name)]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -120,9 +125,12 @@ def _from_pretrained(
         raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
     if (wrong := sorted(report["mismatched_keys"])) and "ignore_mismatched_sizes" not in arguments:
         (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        instead = "use the config.json that was saved with these weights"
+        if getattr(model.config, "quantization_config", None) is not None and len(expected) == 3:
+            instead = "quantized experts cannot be read; use the unquantized model, and set load_in_4bit: true"
         raise ModelError(
             f"model {path!r}: {name}{more}: the checkpoint has the shape {[*stored]}, but config.json describes "
-            f"{[*expected]}; use the config.json that was saved with these weights"
+            f"{[*expected]}; {instead}"
         )
     return model, sorted(report["missing_keys"])
 

@@ -17,6 +17,7 @@ from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.internals.bitsandbytes import compute_as_in_training, keep_packing
 from alignment.internals.transformers import quantized_names
+from alignment.models.experts import IMPLEMENTATION, packed_experts
 
 _KEY = "quantization_config"
 
@@ -29,11 +30,15 @@ class Quantization:
         config: settings for transformers.
         stored: whether the checkpoint, or the live model, is already quantized; its weights are used unchanged.
         repack: storage dtype for packed weights that the checkpoint stores as bytes; None: keep bytes.
+        packed_experts: names of the weights of a mixture of experts that are quantized besides linear layers.
+        expert_bytes: size of the experts, including quantization constants; 0 if the model has none.
     """
 
     config: BitsAndBytesConfig
     stored: bool = False
     repack: torch.dtype | None = None
+    packed_experts: tuple[str, ...] = ()
+    expert_bytes: int = 0
 
     @property
     def bits(self) -> int:
@@ -42,10 +47,17 @@ class Quantization:
 
     def describe(self) -> str:
         """Describe how the weights are stored."""
-        if self.bits == 8:
-            return "8-bit base weights"
         nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
-        return f"4-bit base weights ({self.config.bnb_4bit_quant_type}{nested})"
+        kind = f" ({self.config.bnb_4bit_quant_type}{nested})" if self.bits == 4 else ""
+        text = f"{self.bits}-bit base weights{kind}"
+        size = f"{self.expert_bytes / 1e9:.2f} GB"
+        if self.packed_experts:
+            return f"{text}, of which experts take {size}"
+        return f"{text}, except experts ({size})" if self.expert_bytes else text
+
+    def content(self) -> dict[str, Any]:
+        """Return everything that the values of the quantized weights depend on, by name."""
+        return {**self.config.to_dict(), **({"experts": True} if self.packed_experts else {})}
 
 
 def plan_quantization(
@@ -127,7 +139,7 @@ def _parsed(given: Any, key: str) -> BitsAndBytesConfig:
     if not method.startswith("bitsandbytes"):
         raise ModelError(
             f"{key}: its weights are quantized with {method}, which is not supported for training; use the "
-            "unquantized model, and set load_in_4bit: true for 4 bits"
+            "unquantized model, in bfloat16, and set load_in_4bit: true for 4 bits"
         )
     _check_installed(key)
     content.pop("quant_method", None)
@@ -207,9 +219,12 @@ def _checked(plan: Quantization, compute: torch.dtype, stage: int) -> Quantizati
     return plan
 
 
-def prepare_quantized(model: nn.Module, plan: Quantization) -> None:
+def prepare_quantized(model: PreTrainedModel, plan: Quantization) -> None:
     """Prepare quantized weights for training and repack them as planned. Call this before the first forward pass."""
     import bitsandbytes as bnb
+
+    if packed_experts(model):
+        model.set_experts_implementation(IMPLEMENTATION)
 
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):

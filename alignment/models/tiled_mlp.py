@@ -26,13 +26,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from alignment.config.errors import OptionError, first_line
 from alignment.internals.deepspeed_zero3 import forget_leaf
 from alignment.internals.transformers import loading
-from alignment.models.architectures import decoder_of, shorten
+from alignment.models.architectures import decoder_of, is_mixture, shorten
 from alignment.models.first_part import is_enough
 from alignment.models.partitioning import decoder_layers
 
 _SHAPE, _CUT = (2, 8), 5  # rows and tokens of the probe, and the tokens of its slices, which cut across rows
 _VOCABULARY, _WIDTH = 32, 64  # of the model that is probed, which would take seconds in its own size
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def tile_mlps(model: PreTrainedModel, name: str | None) -> None:
@@ -129,7 +128,7 @@ def find_mlp(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTr
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if any((getattr(text, name, None) or 0) > 1 for name in _EXPERTS):
+    if is_mixture(config):
         raise _refused(config, "it is a mixture of experts")
     try:
         shorten(text, 1)

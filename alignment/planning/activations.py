@@ -97,7 +97,7 @@ class Counting:
         self._source, self._adapters, self._dtype, self._kernel = source, adapters, dtype, kernel
         self._checkpointing, self._rows = checkpointing, rows
         self._dropout, self._aux_loss = dropout, aux_loss
-        quantized = None if source.quantization is None else source.quantization.config.to_dict()
+        quantized = None if source.quantization is None else source.quantization.content()
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
                  chosen_attention(source.config), flash_attn_varlen_func is None, quantized, adapted, dtype, kernel,

@@ -19,7 +19,7 @@ from alignment.models.adapters.injection import Given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.adapters.skeleton import largest_layer
-from alignment.models.quantization import plan_quantization
+from alignment.models.quantized import quantized
 from alignment.models.source import ModelSource
 from alignment.planning.kernels import check_kernels
 from alignment.planning.placing import Cards, smallest_card
@@ -137,20 +137,17 @@ def plan_engines(
     config = policy_config(options, base, dtypes, world, width)
     plan = EnginePlan(dtypes, policy, config, alone.ds_config, None, notes=tuple(notes))
     stage = int(config["zero_optimization"]["stage"])
-    quantization = plan_quantization(
+    policy = quantized(
+        policy,
         options,
-        policy.config,
-        policy.init_kwargs,
         key=policy.name,
         in_4bit=options.load_in_4bit,
         in_8bit=options.load_in_8bit,
-        live=policy.live is not None,
         compute=plan.compute,
         stage=stage,
     )
-    policy = replace(policy, quantization=quantization)
     adapters = plan_adapters(
-        options, policy, peft_config=peft_config, live=live, quantization=quantization, stage=stage
+        options, policy, peft_config=peft_config, live=live, quantization=policy.quantization, stage=stage
     )
     return with_reference(options, replace(plan, source=policy, adapters=adapters), reference, own)
 
@@ -218,23 +215,20 @@ def _planned_reference(
         reference = replace(reference, init_kwargs=kwargs)
     model: ModelSource = reference
 
-    def quantized(stage: int) -> ModelSource:
-        quantization = plan_quantization(
+    def at(stage: int) -> ModelSource:
+        return quantized(
+            model,
             options,
-            model.config,
-            model.init_kwargs,
             key=policy.name if own else "ref_model_name_or_path",
             in_4bit=bool(options.ref_load_in_4bit) or (as_policy and options.load_in_4bit),
             in_8bit=as_policy and options.load_in_8bit,
-            live=model.live is not None,
             compute=plan.compute,
             stage=stage,
         )
-        return replace(model, quantization=quantization)
 
     by_size, choice = asked is None and options.ref_deepspeed is None, None
     if by_size and cards is not None:
-        choice = cards.place(quantized(stage=0), alone=precomputed)
+        choice = cards.place(at(stage=0), alone=precomputed)
     frozen = plan_frozen(
         options,
         "ref",
@@ -244,9 +238,9 @@ def _planned_reference(
         dtypes=plan.dtypes,
         world_size=world_size(),
         micro_batch=options.per_device_train_batch_size,
-        layer=largest_layer(quantized(stage=0), plan.compute),
+        layer=largest_layer(at(stage=0), plan.compute),
     )
-    source = quantized(int(frozen.ds_config["zero_optimization"]["stage"]))
+    source = at(int(frozen.ds_config["zero_optimization"]["stage"]))
     if cards is not None and not by_size and not precomputed:
         cards.take(source, frozen.placement.name)
     if options.ref_load_in_4bit is False and source.quantization is not None:

@@ -22,6 +22,7 @@ from alignment.internals.transformers import chosen_attention, replace_by_4bit, 
 from alignment.models.adapters.injection import settle
 from alignment.models.adapters.record import Adapters, with_initialization
 from alignment.models.architectures import shorten
+from alignment.models.experts import scale_bytes
 from alignment.models.packed_attention import flash_attn_varlen_func, packed_attention
 from alignment.models.quantization import Quantization
 from alignment.models.scorer import Scorer
@@ -85,12 +86,6 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out); see ``bitsandbytes.autograd.MatMul4Bit``."""
         return _PackedProduct.apply(x, self.weight, self.bias, (self.out_features, self.in_features), self.nested)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def scale_bytes(numel: int, nested: bool) -> int:
-    """Return the bytes of the quantization constants of ``numel`` weights: an fp32 scale per 64, or nested ones."""
-    blocks = -(-numel // 64)
-    return blocks + 4 * -(-blocks // 256) + 256 * 4 + 4 if nested else 4 * blocks
 
 
 def _unpacked(x: Tensor, shape: tuple[int, int], nested: bool) -> Tensor:

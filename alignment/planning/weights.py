@@ -9,10 +9,10 @@ from torch import nn
 
 from alignment.models.adapters.record import Adapters
 from alignment.models.adapters.skeleton import known_skeleton
+from alignment.models.experts import scale_bytes
 from alignment.models.partitioning import decoder_layers
 from alignment.models.quantization import convertible
 from alignment.models.source import ModelSource
-from alignment.planning.stand_in import scale_bytes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +22,7 @@ from alignment.models.adapters.skeleton import largest_layer
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
 from alignment.models.partitioning import mark_leaves, unmark_leaves
-from alignment.models.quantization import plan_quantization
+from alignment.models.quantized import quantized
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.models.vocabulary import check_vocabulary
@@ -100,17 +99,10 @@ class ClassifierReward:
 
     def _quantized(self, in_4bit: bool, stage: int) -> ModelSource:
         """Return the model with its quantization for an engine of this ZeRO stage."""
-        quantization = plan_quantization(
-            self.options,
-            self.source.config,
-            self.source.init_kwargs,
-            key="reward_model_path",
-            in_4bit=in_4bit,
-            live=self.source.live is not None,
-            compute=getattr(torch, self.dtypes.compute),
-            stage=stage,
+        compute = getattr(torch, self.dtypes.compute)
+        return quantized(
+            self.source, self.options, key="reward_model_path", in_4bit=in_4bit, compute=compute, stage=stage
         )
-        return replace(self.source, quantization=quantization)
 
     def describe(self) -> str:
         """Return one line for the start of a run."""

@@ -20,7 +20,7 @@ from alignment.config.options_online import OnlineOptions
 from alignment.engines.memory import ranks_of_host
 from alignment.engines.placement import placement_of
 from alignment.models.adapters.skeleton import known_skeleton
-from alignment.models.quantization import plan_quantization
+from alignment.models.quantized import quantized
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.models.tiled_mlp import mlps_of
@@ -242,18 +242,16 @@ class RunPlan:
             return ()
         base = load_deepspeed_config(options.reward_deepspeed, f"ref_{options.reward_placement or 'offload'}")
         placement, source = placement_of(base), model_source(path, "reward_model_path", options, task=CLASSIFIER)
-        quantization = plan_quantization(
+        source = quantized(
+            source,
             options,
-            source.config,
-            source.init_kwargs,
             key="reward_model_path",
             in_4bit=bool(options.reward_load_in_4bit),
-            live=False,
             compute=engines.compute,
             stage=0 if placement == "replica" else 3,
         )
         rows = options.reward_batch_size or 2 * options.per_device_train_batch_size
-        return (Frozen("reward model", replace(source, quantization=quantization), placement, "score", rows),)
+        return (Frozen("reward model", source, placement, "score", rows),)
 
 
 def plan_memory(

@@ -109,7 +109,7 @@ class ReferenceStores:
             "model": {**content, "attention": args.attn_implementation, **kernels},
             "adapters": adapters,
             "dtype": str(plan.dtype),
-            "quantization": None if quantization is None else quantization.config.to_dict(),
+            "quantization": None if quantization is None else quantization.content(),
         }
 
     def _fill(self, opened: list[tuple[PreparedData, LogpStore]]) -> dict[str, float]:

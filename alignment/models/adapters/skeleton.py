@@ -87,27 +87,32 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     kept, note = plan_head(config, source, saved)
     linear = dict(_linear_layers(model, source))
     new_rows: tuple[str, ...] = ()
+    packed = () if source.quantization is None else source.quantization.packed_experts
+    completed = path is None and _complete(config, linear, model)
     if path is None:
-        _complete(config, linear, model)
-        if key == "lora_target_modules":
-            _check_names(config, linear, model)
+        _check_names(config, linear, model, key)
+    left = ""
+    if packed:
+        trial = copy.deepcopy(config)
+        trial.lora_dropout = 0.0  # as adapters on experts require, which are to be found
+        found = _injected(skeleton(source, trust_remote_code), trial, source, key)
+        left = _leave_experts(config, found, packed, completed)
+    if path is None:
         new_rows = _train_new_rows(config, model, source)
     experts = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
-            model.add_adapter(with_initialization(config, True), "default")
-    except (ValueError, TypeError, NotImplementedError) as error:
-        names = ", ".join(sorted(set(linear.values())))
-        raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
-    _take_converted(config, model.peft_config["default"])
+    _take_converted(config, _injected(model, config, source, key))
     if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
     notes = [note] if note else []
     if idle:
+        further = " and set bnb_4bit_skip_experts: true" if packed else ""
         names = ", ".join(sorted(idle))
-        notes.append(f"the experts ({names}) get no adapters; add them to lora_target_parameters to train them")
+        notes.append(
+            f"the experts ({names}) get no adapters; add them to lora_target_parameters{further} to train them"
+        )
+    if left:
+        notes.append(f"{left} get no adapters: PEFT adapts layers of these names only together with the experts")
     if new_rows:
         notes.append(
             f"chat_template_path: {' and '.join(new_rows)} are trained in full and saved with the adapters, because "
@@ -199,13 +204,13 @@ def _linear_layers(model: Any, source: ModelSource) -> Iterator[tuple[str, str]]
     """Yield the full name and the last component of each linear layer, except the head and routers."""
     head = getattr(model, HEAD, None) if classifies(source) else model.get_output_embeddings()
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and last not in _ROUTERS:
-            yield name, last
+        parts = name.split(".")
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not {*_ROUTERS} & {*parts}:
+            yield name, parts[-1]
 
 
-def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> None:
-    """Fill in ``target_modules`` if the configuration does not name any."""
+def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> bool:
+    """Fill in ``target_modules`` if the configuration does not name any; return whether that was so."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == _ALL:
         others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -215,8 +220,45 @@ def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> None:
             config.target_modules.append(HEAD)
         if kind_of(config) == "IA3":
             config.feedforward_modules = []
-    elif not isinstance(targets, str):
+        return True
+    if not isinstance(targets, str):
         config.target_modules = sorted(targets)
+    return False
+
+
+def _injected(model: PreTrainedModel, config: Any, source: ModelSource, key: str) -> Any:
+    """Inject adapters, and return their configuration with targets that PEFT may have converted."""
+    names = ", ".join(sorted({last for _, last in _linear_layers(model, source)}))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
+            model.add_adapter(with_initialization(copy.deepcopy(config), True), "default")
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
+    return model.peft_config["default"]
+
+
+def _leave_experts(config: Any, found: Any, packed: tuple[str, ...], completed: bool) -> str:
+    """Check that no adapters are added to ``packed`` experts, which PEFT would silently ignore.
+
+    In ``found``, PEFT has converted the targets of ``config``: in many types of models it takes the names of linear
+    layers for those of experts in older transformers releases. If targets were ``completed``, these layers are removed
+    from them; their names are returned.
+    """
+    given = {*(getattr(config, "target_parameters", None) or ())}
+    targets = sorted(getattr(found, "target_parameters", None) or ())
+    adapted = [name for name in targets if any(_is_named(one, name) for one in packed)]
+    for name in adapted:
+        if name in given or not completed:
+            key = "lora_target_parameters" if name in given else "lora_target_modules"
+            raise OptionError(
+                f"{key}: adapters would be added to the experts in {name!r}, which are quantized; remove its name, or "
+                "set bnb_4bit_skip_experts: true to leave the experts unquantized"
+            )
+    if not adapted:
+        return ""
+    before, config.target_modules = config.target_modules, sorted(found.target_modules)
+    return ", ".join(name for name in before if name not in found.target_modules)
 
 
 def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
@@ -235,8 +277,15 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
     return tuple(names)
 
 
-def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel) -> None:
-    """Check that the model has the modules and parameters named in the options; PEFT ignores unknown ones."""
+def _is_named(full: str, name: str) -> bool:
+    return f".{full}".endswith(f".{name}")
+
+
+def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel, key: str) -> None:
+    """Check that the model has the modules and parameters named in the options; PEFT ignores unknown ones.
+
+    Of those in another configuration, PEFT also ignores modules if another one is found, but parameters in any case.
+    """
     modules, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for field, known, shown in (
         ("target_modules", modules, {*linear.values()}),
@@ -244,10 +293,13 @@ def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel) ->
         ("modules_to_save", modules, {"embed_tokens", "lm_head", HEAD}),
     ):
         wanted = getattr(config, field, None) or ()
-        for name in () if isinstance(wanted, str) else sorted(wanted):
-            if not any(f".{one}".endswith(f".{name}") for one in known):
+        if isinstance(wanted, str) or (key != "lora_target_modules" and field != "target_parameters"):
+            continue
+        for name in sorted(wanted):
+            if not any(_is_named(one, name) for one in known):
+                where = f"lora_{field}" if key == "lora_target_modules" else f"{key}: {field}"
                 raise OptionError(
-                    f"lora_{field}: the model has no {name!r}{did_you_mean(name, sorted(shown))}; available: "
+                    f"{where}: the model has no {name!r}{did_you_mean(name, sorted(shown))}; available: "
                     f"{', '.join(sorted(shown))}"
                 )
 
