@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from alignment.internals.transformers import quantized_names
 from alignment.internals.transformers_experts import experts_modules, grouped_product, register_experts
+from alignment.models.architectures import is_mixture
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Params4bit
@@ -51,17 +53,23 @@ def packed_experts(model: nn.Module) -> dict[str, Params4bit]:
     }
 
 
-def plain_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of experts of a mixture of experts that are not quantized, whether or not they could be.
+def plain_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the weights of experts that are not quantized, by name, whether or not they could be.
 
-    They are recognized by their three dimensions, which convolutions also have.
+    They are those with three dimensions, and those of modules called ``experts``, in which some models stack all
+    experts of a layer along the first of two dimensions. Modules that bitsandbytes quantizes or that are no experts in
+    any model, such as convolutions, are not included.
     """
-    convolutions = {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "kernel_size")}
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and min(parameter.shape[1:]) > 1 and name not in convolutions
-    }
+    known, stacked = experts_modules(model), is_mixture(model.config)
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) or hasattr(module, "kernel_size"):
+            continue
+        others = "experts" in name.split(".") and name not in known
+        for parameter, weight in module.named_parameters(recurse=False):
+            if (stacked and weight.ndim == 3 and min(weight.shape[1:]) > 1) or (others and weight.ndim == 2):
+                found[f"{name}.{parameter}"] = weight
+    return found
 
 
 def is_packed_expert(weight: Tensor) -> bool:

@@ -12,7 +12,6 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.internals.transformers_experts import experts_modules
 from alignment.models.adapters.skeleton import skeleton
-from alignment.models.architectures import is_mixture
 from alignment.models.experts import BLOCK, expert_bytes, packed_experts, plain_experts, quantizable
 from alignment.models.quantization import Experts, Quantization, plan_quantization
 from alignment.models.source import ModelSource
@@ -55,8 +54,6 @@ def _experts(
     source: ModelSource, options: AlignmentConfig, plan: Quantization, key: str, compute: torch.dtype, stage: int
 ) -> Experts | None:
     """Return what is known about the experts of a model, or None if it has none."""
-    if not is_mixture(source.config):
-        return None
     if source.live is not None and (packed := packed_experts(source.live)):  # from an earlier run
         numels = {name: weight.quant_state.shape.numel() for name, weight in packed.items()}
     else:
@@ -65,6 +62,8 @@ def _experts(
         except Exception:  # of many classes; loading the model will report it
             return None
         plain, names = plain_experts(model), list[str]()
+        if not plain:
+            return None
         if not (plan.stored or plan.bits == 8 or options.bnb_4bit_skip_experts):
             names = quantizable(model, plan.config)
             _check_recognized(model, plain, key)

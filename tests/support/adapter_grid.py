@@ -60,7 +60,9 @@ def reference_of(case: Combination) -> Combination:
 
 
 def base_of(case: Combination) -> str:
-    """Return the name of a case's base model."""
+    """Return the name of a case's base model: an architecture that it names, or one of :func:`make_bases`."""
+    if "architecture" in case:
+        return str(case["architecture"])
     task = "classifier" if case["method"] == "Reward" else "model"
     return f"{task}-{'tied' if case['kind'] in _TIED else 'untied'}"
 

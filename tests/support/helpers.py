@@ -63,7 +63,7 @@ def make_model(
     """Save a random model and its tokenizer in Hugging Face format; ``gain`` makes its predictions non-uniform."""
     config = tiny_config(kind, layers)
     config.attention_dropout = dropout
-    return _save_random(folder, AutoModelForCausalLM, config, seed, gain)
+    return save_random(folder, AutoModelForCausalLM, config, seed, gain)
 
 
 def make_classifier(
@@ -72,10 +72,10 @@ def make_classifier(
     """Save a random model with a score head: a reward model if it has one label."""
     config = tiny_config(kind, layers)
     config.num_labels, config.attention_dropout = labels, dropout
-    return _save_random(folder, AutoModelForSequenceClassification, config, seed, 4.0)
+    return save_random(folder, AutoModelForSequenceClassification, config, seed, 4.0)
 
 
-def _save_random(folder: Path, auto: Any, config: PretrainedConfig, seed: int, gain: float) -> str:
+def save_random(folder: Path, auto: Any, config: PretrainedConfig, seed: int, gain: float) -> str:
     torch.manual_seed(seed)
     model = auto.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

@@ -32,12 +32,13 @@ def digest(tensor: Tensor) -> str:
 
 
 def packed_with(model: PreTrainedModel) -> dict[str, Tensor]:
-    """bitsandbytes' state of packed weights, by the name of the module."""
+    """bitsandbytes' state of packed weights, by the name of the parameter or module."""
     found: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
         if state is not None:
             found |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+    for name, module in model.named_modules():
         for key in ("CB", "SCB"):
             for owner in (getattr(module, "state", None), getattr(module, "weight", None)):
                 if isinstance(getattr(owner, key, None), Tensor):

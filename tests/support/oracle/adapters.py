@@ -66,8 +66,19 @@ def dense_base(folder: str | Path, classifies: bool, bits: int | None = None) ->
             if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
                 whole.get_submodule(name).weight.data = unpacked(module).double()
                 replaced += 1
-        assert replaced == 7 * whole.config.num_hidden_layers
+        experts = {name: one for name, one in packed.named_parameters() if one.ndim == 3 and bits == 4}
+        for name, weight in experts.items():
+            whole.get_parameter(name).data = rounded(weight.data).double()
+        layers = whole.config.num_hidden_layers
+        assert replaced >= 4 * layers if experts else replaced == 7 * layers
     return widen(whole)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return an fp32 weight after quantization to nested NF4, as a whole."""
+    return bnb.functional.dequantize_4bit(
+        *bnb.functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    )
 
 
 def quantization(bits: int) -> BitsAndBytesConfig:

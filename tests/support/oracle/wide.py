@@ -68,7 +68,7 @@ def widen(module: nn.Module) -> nn.Module:
     if not isinstance(module, PreTrainedModel):
         return copy.deepcopy(module).double().eval()
     config = copy.deepcopy(module.config)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=[]), wide_maths():
         fresh = type(module)(config).double()
     weights = {name: value.double() for name, value in module.state_dict().items()}
