@@ -71,7 +71,7 @@ def load_model(
     elif device is not None and device.type == "cuda" and not partitions(ds_config):
         kwargs["device_map"] = {"": device}
     with contextlib.ExitStack() as context:
-        if quantization is not None and quantization.experts is not None and quantization.experts.packed:
+        if quantization is not None and quantization.packed_experts and not quantization.stored:
             config = quantization.config
             find, packed = functools.partial(quantizable, config=config), functools.partial(pack, config=config)
             context.enter_context(packing_while_loading(find, packed))

