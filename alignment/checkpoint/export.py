@@ -165,7 +165,9 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     """Load the base model of an adapter and merge the adapter into it, tensor by tensor in fp32."""
     trust = options.trust_remote_code
     adapter = read_adapter(source, options.base, options.revision)
-    adapter = replace(adapter, quantization=options.quantization or adapter.quantization)
+    if (given := options.quantization) is not None:
+        recorded = {name: value for name, value in (adapter.quantization or {}).items() if name == "experts"}
+        adapter = replace(adapter, quantization={**given, **recorded})
     config = base_config(adapter, trust)
     quantized = (adapter.quantization or getattr(config, "quantization_config", None)) is not None
     own = (source / "tokenizer_config.json").is_file()

@@ -119,6 +119,15 @@ def pack(weight: Tensor, config: BitsAndBytesConfig) -> Params4bit:
     return Params4bit(packed, False, state, BLOCK, nested, kind, storage, bnb_quantized=True)
 
 
+def rounded(weight: Tensor, config: BitsAndBytesConfig) -> nn.Parameter:
+    """Replace weights by those that quantized ones compute with, in place; arguments as in :func:`pack`."""
+    packed, size = pack(weight, config), at_once(weight.shape, weight.dtype)
+    for first in range(0, weight.shape[0], size):
+        last = min(first + size, weight.shape[0])
+        weight[first:last] = unpack(packed, first, last)
+    return nn.Parameter(weight, requires_grad=False)
+
+
 def unpack(weight: Params4bit, first: int, last: int) -> Tensor:
     """Return the experts from ``first`` to ``last``, exclusive, in the dtype from which they were quantized."""
     from bitsandbytes import functional

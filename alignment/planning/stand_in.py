@@ -60,7 +60,7 @@ def stand_in(
     model.to(dtype)
     packed = source.quantization if source.quantization is not None and source.quantization.bits == 4 else None
     if packed is not None:
-        if packed.experts is not None and packed.experts.packed:
+        if packed.packed_experts:
             _replace_experts(model, quantizable(model, packed.config))
         replace_by_4bit(model, packed.config)  # as PEFT looks for, before adapters
     tile_mlps(model, source.mlp)

@@ -83,7 +83,7 @@ def weights_of(
     plan = source.quantization
     if plan is not None:
         packed = {module.get_parameter("weight") for module in convertible(model, plan)}
-        stacks = {model.get_parameter(name) for name in (plan.experts.packed if plan.experts else ())}
+        stacks = {model.get_parameter(name) for name in plan.packed_experts}
     read = max([*(one.numel() for one in packed), *(2 * one.numel() for one in stacks)], default=0)
     packed |= stacks
     parameters = set(model.parameters())
