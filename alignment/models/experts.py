@@ -180,7 +180,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (offs,) = ctx.saved_tensors
-        return _multiplied(grad, ctx.weight, offs, not ctx.transposed), None, None, None
+        return _multiplied(grad.contiguous(), ctx.weight, offs, not ctx.transposed), None, None, None
 
 
 def _product(rows: Tensor, weight: Any, offs: Tensor, transposed: bool) -> Tensor:

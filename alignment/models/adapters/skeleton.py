@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -88,23 +89,19 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     linear = dict(_linear_layers(model, source))
     new_rows: tuple[str, ...] = ()
     packed = () if source.quantization is None else source.quantization.packed_experts
+    completed = path is None and _complete(config, linear, model)
     if path is None:
-        completed = _complete(config, linear, model)
-        if completed and packed:
-            _leave_experts(config, skeleton(source, trust_remote_code))
         _check_names(config, linear, model, key)
+    names = ", ".join(sorted(set(linear.values())))
+    inject = functools.partial(_injected, key=key, known=f"the linear layers of {source.name} are {names}")
+    left = ""
+    if packed:
+        trial = inject(skeleton(source, trust_remote_code), config, lora_dropout=0.0)
+        left = _leave_experts(config, trial, packed, completed)
+    if path is None:
         new_rows = _train_new_rows(config, model, source)
     experts = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
-            model.add_adapter(with_initialization(config, True), "default")
-    except (ValueError, TypeError, NotImplementedError) as error:
-        names = ", ".join(sorted(set(linear.values())))
-        raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
-    named = {*(getattr(config, "target_parameters", None) or ())}
-    _take_converted(config, model.peft_config["default"])
-    _check_experts(config, named, packed)
+    _take_converted(config, inject(model, config))
     if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
@@ -115,6 +112,8 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
         notes.append(
             f"the experts ({names}) get no adapters; add them to lora_target_parameters{further} to train them"
         )
+    if left:
+        notes.append(f"{left} get no adapters: PEFT adapts layers of these names only together with the experts")
     if new_rows:
         notes.append(
             f"chat_template_path: {' and '.join(new_rows)} are trained in full and saved with the adapters, because "
@@ -228,17 +227,46 @@ def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> bool:
     return False
 
 
-def _leave_experts(config: Any, model: PreTrainedModel) -> None:
-    """Remove linear layers that PEFT only adapts together with experts, from targets that were filled in.
+def _injected(model: PreTrainedModel, config: Any, *, key: str, known: str, **changed: Any) -> Any:
+    """Inject adapters, and return their configuration with targets that PEFT may have converted."""
+    config = with_initialization(copy.deepcopy(config), True)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # weights on the meta device are not initialized
+            model.add_adapter(config, "default")
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise OptionError(f"{key}: {first_line(error)}; {known}") from error
+    return model.peft_config["default"]
 
-    In many types of models it takes the names of layers in MLPs for those of experts in older transformers releases.
+
+def _leave_experts(config: Any, found: Any, packed: tuple[str, ...], completed: bool) -> str:
+    """Check that no adapters are added to quantized experts, which PEFT would silently ignore.
+
+    In many types of models, PEFT takes the names of linear layers for those of experts in older transformers releases.
+    They are removed from targets that were filled in. Returns the names of those layers.
+
+    Args:
+        config: the PEFT configuration, which is modified.
+        found: the same after PEFT has converted its targets.
+        packed: names of the weights of quantized experts.
+        completed: whether its targets were filled in.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.add_adapter(with_initialization(copy.deepcopy(config), True), "default")
-    found = model.peft_config["default"]
-    if getattr(found, "target_parameters", None):
-        config.target_modules = sorted(found.target_modules)
+    given = {*(getattr(config, "target_parameters", None) or ())}
+    targets = sorted(getattr(found, "target_parameters", None) or ())
+    adapted = [name for name in targets if any(_is_named(one, name) for one in packed)]
+    for name in adapted:
+        if name in given or not completed:
+            key = "lora_target_parameters" if name in given else "lora_target_modules"
+            raise OptionError(
+                f"{key}: adapters would be added to the experts in {name!r}, which are quantized; remove its name, or "
+                "set bnb_4bit_skip_experts: true to leave the experts unquantized"
+            )
+    if not adapted:
+        return ""
+    before, config.target_modules = config.target_modules, sorted(found.target_modules)
+    return ", ".join(name for name in before if name not in found.target_modules)
 
 
 def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) -> tuple[str, ...]:
@@ -255,23 +283,6 @@ def _train_new_rows(config: Any, model: PreTrainedModel, source: ModelSource) ->
     names = [name for name in names if isinstance(targets, str) or name not in targets]
     config.modules_to_save = sorted({*(config.modules_to_save or ()), *names})
     return tuple(names)
-
-
-def _check_experts(config: Any, named: set[str], packed: tuple[str, ...]) -> None:
-    """Check that no adapters are added to quantized experts, which PEFT would silently ignore.
-
-    Args:
-        config: the PEFT configuration, with targets that PEFT has converted.
-        named: target parameters that it had before.
-        packed: names of the weights of quantized experts.
-    """
-    for name in sorted(getattr(config, "target_parameters", None) or ()):
-        if any(_is_named(one, name) for one in packed):
-            key = "lora_target_parameters" if name in named else "lora_target_modules"
-            raise OptionError(
-                f"{key}: adapters would be added to the experts in {name!r}, which are quantized; remove its name, or "
-                "set bnb_4bit_skip_experts: true to leave the experts unquantized"
-            )
 
 
 def _is_named(full: str, name: str) -> bool:
@@ -294,8 +305,9 @@ def _check_names(config: Any, linear: dict[str, str], model: PreTrainedModel, ke
             continue
         for name in sorted(wanted):
             if not any(_is_named(one, name) for one in known):
+                where = f"lora_{field}" if key == "lora_target_modules" else f"{key}: {field}"
                 raise OptionError(
-                    f"lora_{field}: the model has no {name!r}{did_you_mean(name, sorted(shown))}; available: "
+                    f"{where}: the model has no {name!r}{did_you_mean(name, sorted(shown))}; available: "
                     f"{', '.join(sorted(shown))}"
                 )
 
