@@ -29,6 +29,7 @@ from alignment.checkpoint.export import ExportOptions, export
 from alignment.checkpoint.trained_model import find_model
 from alignment.config.errors import OptionError
 from alignment.data.batching import MicroBatches
+from alignment.models import experts
 from alignment.models.adapters import merging
 from alignment.models.adapters.folder import read_adapter
 from alignment.models.adapters.injection import inject
@@ -92,13 +93,15 @@ def test_a_sharded_reference_is_refused(path: str, tmp_path: Path) -> None:
 
 
 def test_the_balancing_loss_is_that_of_dequantized_experts(path: str, tmp_path: Path) -> None:
-    args = KTOConfig(**options(tmp_path, **QLORA, max_steps=1, router_aux_loss_coef=0.5, gradient_checkpointing=True))
+    more = {"router_aux_loss_coef": 0.5, "model_init_kwargs": {"output_router_logits": True}}
+    args = KTOConfig(**options(tmp_path, **QLORA, max_steps=1, gradient_checkpointing=True, **more))
     trainer = KTOTrainer(model=path, args=args, train_dataset=unpaired_rows(4))
     data, model, losses, tokens = trainer.data.train, dense_base(path, False, 4), [], []
     for batch in MicroBatches(trainer.method.kind.collate, data.dataset, trainer.data.sampler.plan(0, 0), 0):
         inputs = trainer.method.scored(batch).inputs
         output = model(**inputs, output_router_logits=True)
-        losses.append(float(load_balancing_loss_func(output.router_logits, 6, 2, inputs["attention_mask"])))
+        loss = load_balancing_loss_func(output.router_logits, 6, 2, inputs["attention_mask"])
+        losses.append(float(loss.detach()))
         tokens.append(int(inputs["attention_mask"].sum()))
     log = train_and_close(trainer).state.log_history[0]
     expected = sum(loss * count for loss, count in zip(losses, tokens)) / sum(tokens)
@@ -231,8 +234,10 @@ def test_an_export_has_the_experts_of_training(path: str, trained: Trained, tmp_
 
 
 @pytest.mark.ci
-def test_an_export_never_holds_experts_twice(tmp_path: Path) -> None:
-    """Loading 64 experts per layer in bf16 needs the model and copies of one layer, not packed experts beside it."""
+def test_an_export_never_holds_experts_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading 64 experts per layer in bf16 needs the model and two copies of the experts of one layer."""
+    layer = 64 * 3 * 64 * 64 * 2
+    monkeypatch.setattr(experts, "EXPERT_BYTES", layer // 24)  # bitsandbytes needs 7 times as much on a CPU
     base = make_experts(tmp_path / "base", "qwen3_moe", num_experts=64, num_hidden_layers=6)
     trainer = trainer_of(base, tmp_path, max_steps=1, save_strategy="no", bf16=True)
     train_and_close(trainer, save=True)
@@ -242,8 +247,7 @@ def test_an_export_never_holds_experts_twice(tmp_path: Path) -> None:
         allocations.begin()
         with allocations.phase("load"):
             model, _ = merging.load_base(adapter, config, torch.bfloat16, False)
-    layer = 64 * 3 * 64 * 64 * 2
     size = sum(parameter.nbytes for parameter in model.parameters())
-    assert size > 6 * layer
+    assert 6 * layer < size < 7 * layer
     print("peak", allocations.peaks["load"], "model", size, "layer", layer)
     assert allocations.peaks["load"] < size + 2 * layer
