@@ -77,7 +77,7 @@ def converting_by_file(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def packing_while_loading(
-    found: Callable[[PreTrainedModel], Collection[str]], pack: Callable[[Tensor], nn.Parameter]
+    found: Callable[[PreTrainedModel, Any], Collection[str]], pack: Callable[[Tensor, Any], nn.Parameter]
 ) -> Iterator[None]:
     """Let ``from_pretrained`` with 4-bit weights also pack the parameters ``found`` in a model, within this context.
 
@@ -85,8 +85,8 @@ def packing_while_loading(
     can be registered for methods of quantization, but not replaced. Seen with transformers 5.23.
 
     Args:
-        found: returns the names of parameters of the model without weights.
-        pack: packs the weights of one parameter.
+        found: returns the names of parameters of the model without weights. Its second argument is the configuration.
+        pack: packs the weights of one parameter, with the same second argument.
     """
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
     from transformers.quantizers import auto
@@ -95,14 +95,15 @@ def packing_while_loading(
     class Quantize(Bnb4bitQuantize):  # type: ignore[misc]
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             own = {name: input_dict.pop(name) for name in [*input_dict] if name in self.hf_quantizer.packed}
-            packed = {name: pack(one[0] if isinstance(one, list) else one) for name, one in own.items()}
+            config = self.hf_quantizer.quantization_config
+            packed = {name: pack(one[0] if isinstance(one, list) else one, config) for name, one in own.items()}
             return packed | super().convert(input_dict, **kwargs)
 
     class Quantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         packed: Collection[str] = ()
 
         def _process_model_before_weight_loading(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            self.packed = frozenset(found(model))
+            self.packed = frozenset(found(model, self.quantization_config))
             super()._process_model_before_weight_loading(model, *args, **kwargs)
 
         def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:

@@ -8,6 +8,7 @@ dequantizes a few experts at a time, in the forward pass and again in the backwa
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -134,15 +135,9 @@ def unpack(weight: Params4bit, first: int, last: int) -> Tensor:
 
     state = weight.quant_state
     experts, *shape = state.shape
-    rows, blocks = weight.shape[0] // experts, torch.Size(shape).numel() // BLOCK
-    part = functional.QuantState(
-        _scales(state, first * blocks, last * blocks),
-        torch.Size([last - first, *shape]),
-        state.code,
-        BLOCK,
-        state.quant_type,
-        state.dtype,
-    )
+    rows, blocks = weight.shape[0] // experts, math.prod(shape) // BLOCK
+    scales, shape = _scales(state, first * blocks, last * blocks), torch.Size([last - first, *shape])
+    part = functional.QuantState(scales, shape, state.code, BLOCK, state.quant_type, state.dtype)
     found: Tensor = functional.dequantize_4bit(weight.data[first * rows : last * rows], part)
     return found
 

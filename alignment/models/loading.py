@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -70,14 +69,9 @@ def load_model(
             kwargs["quantization_config"] = quantization.config
     elif device is not None and device.type == "cuda" and not partitions(ds_config):
         kwargs["device_map"] = {"": device}
-    with contextlib.ExitStack() as context:
-        if quantization is not None and quantization.packed_experts and not quantization.stored:
-            config = quantization.config
-            find, packed = functools.partial(quantizable, config=config), functools.partial(pack, config=config)
-            context.enter_context(packing_while_loading(find, packed))
-        model, absent = _from_pretrained(
-            path, task, ds_config if quantization is None else None, dtype=dtype, **kwargs
-        )
+    packs = quantization is not None and bool(quantization.packed_experts)
+    with packing_while_loading(quantizable, pack) if packs else contextlib.nullcontext():
+        model, absent = _from_pretrained(path, task, None if quantization else ds_config, dtype=dtype, **kwargs)
     missing = [name for name in absent if not task.is_new(name)]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -131,9 +125,12 @@ def _from_pretrained(
         raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
     if (wrong := sorted(report["mismatched_keys"])) and "ignore_mismatched_sizes" not in arguments:
         (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        instead = "use the config.json that was saved with these weights"
+        if getattr(model.config, "quantization_config", None) is not None and len(expected) == 3:
+            instead = "quantized experts cannot be read; use the unquantized model, and set load_in_4bit: true"
         raise ModelError(
             f"model {path!r}: {name}{more}: the checkpoint has the shape {[*stored]}, but config.json describes "
-            f"{[*expected]}; use the config.json that was saved with these weights"
+            f"{[*expected]}; {instead}"
         )
     return model, sorted(report["missing_keys"])
 

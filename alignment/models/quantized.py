@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,30 +66,26 @@ def _experts(
             return None
         if not (plan.stored or plan.bits == 8 or options.bnb_4bit_skip_experts):
             names = quantizable(model, plan.config)
-            _check_recognized(model, plain, key)
+            _check_weights(model, plain, names, key)
         if not names:
             return Experts((), sum(weight.numel() for weight in plain.values()) * compute.itemsize)
         numels = {name: plain[name].numel() for name in names}
-        _check_blocks({name: plain[name] for name in names}, key)
     _check_run(source, plan, key, compute, stage)
     nested = bool(plan.config.bnb_4bit_use_double_quant)
     return Experts(tuple(numels), sum(expert_bytes(numel, nested) for numel in numels.values()))
 
 
-def _check_recognized(model: nn.Module, plain: Mapping[str, Tensor], key: str) -> None:
+def _check_weights(model: nn.Module, plain: Mapping[str, Tensor], names: Sequence[str], key: str) -> None:
+    """Check that the experts are recognized, and that those with these names can be quantized."""
     known = experts_modules(model)
-    for name in plain:
+    for name, weight in plain.items():
         module = name.rpartition(".")[0]
         if module not in known:
             raise OptionError(
                 f"{key}: experts of {type(model.get_submodule(module)).__name__} ({name}) cannot be quantized; set "
                 "bnb_4bit_skip_experts: true to leave all experts unquantized"
             )
-
-
-def _check_blocks(weights: Mapping[str, Tensor], key: str) -> None:
-    for name, weight in weights.items():
-        if weight[0].numel() % BLOCK:
+        if name in names and weight[0].numel() % BLOCK:
             raise OptionError(
                 f"{key}: {name} has {weight[0].numel()} elements per expert, which is not a multiple of {BLOCK}, the "
                 f"size of a block; {_INSTEAD}"

@@ -31,6 +31,7 @@ from alignment.internals.transformers import (
     works_in_continuous_batching,
 )
 from alignment.internals.transformers_batching import decodes_from_pages, forget_manager, stop_keeping_graphs
+from alignment.models.experts import packed_experts
 from alignment.rollout.backend import Completion, Generation, RolloutBackend, Sampling, Work
 from alignment.rollout.memory import pages
 from alignment.rollout.processors import generation_config
@@ -83,6 +84,8 @@ class ContinuousBackend(RolloutBackend):
         attention = attention_implementation(model)
         if attention != "sdpa" and not is_flash_attention_requested(model.config):
             return f"it requires sdpa or flash attention, but {architecture} was loaded with {attention}"
+        if packed_experts(model):
+            return "its CUDA graphs do not support quantized experts, whose product reads the numbers of tokens"
         layers = paged_cache_obstacle(config)
         return layers and f"transformers' continuous batching does not support {architecture} ({layers})"
 

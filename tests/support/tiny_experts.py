@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from support.helpers import POSITIONS, char_tokenizer, save_random
@@ -51,5 +52,12 @@ def experts_config(name: str, **more: Any) -> PretrainedConfig:
 
 
 def make_experts(folder: Path, name: str, **more: Any) -> str:
-    """Save a random model and its tokenizer."""
-    return save_random(folder, AutoModelForCausalLM, experts_config(name, **more), 0, 4.0)
+    """Save a random model and its tokenizer. Biases, which are initialized with zeros, are random as well."""
+    path = save_random(folder, AutoModelForCausalLM, experts_config(name, **more), 0, 4.0)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    biases = [parameter for own, parameter in model.named_parameters() if own.endswith("bias")]
+    for bias in biases:
+        torch.nn.init.normal_(bias, std=0.3, generator=torch.Generator().manual_seed(bias.numel()))
+    if biases:
+        model.save_pretrained(path)
+    return path

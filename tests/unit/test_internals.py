@@ -42,6 +42,7 @@ PUBLIC = {
     *("deepspeed.accelerator", "deepspeed.comm", "deepspeed.ops", "deepspeed.ops.adam"),
     *("transformers.integrations", "transformers.trainer_utils", "transformers.utils", "transformers.utils.logging"),
     *("datasets.utils", "tqdm.auto", "peft.tuners.tuners_utils", "transformers.pytorch_utils", "bitsandbytes.nn"),
+    "bitsandbytes.functional",
 }
 # Private despite their names: attributes that ZeRO-3 adds to parameters; undocumented attributes of engines,
 # processors, managers, callbacks and tokenizers.

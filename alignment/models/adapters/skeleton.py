@@ -242,16 +242,11 @@ def _injected(model: PreTrainedModel, config: Any, *, key: str, known: str, **ch
 
 
 def _leave_experts(config: Any, found: Any, packed: tuple[str, ...], completed: bool) -> str:
-    """Check that no adapters are added to quantized experts, which PEFT would silently ignore.
+    """Check that no adapters are added to ``packed`` experts, which PEFT would silently ignore.
 
-    In many types of models, PEFT takes the names of linear layers for those of experts in older transformers releases.
-    They are removed from targets that were filled in. Returns the names of those layers.
-
-    Args:
-        config: the PEFT configuration, which is modified.
-        found: the same after PEFT has converted its targets.
-        packed: names of the weights of quantized experts.
-        completed: whether its targets were filled in.
+    In ``found``, PEFT has converted the targets of ``config``: in many types of models it takes the names of linear
+    layers for those of experts in older transformers releases. If targets were ``completed``, these layers are removed
+    from them; their names are returned.
     """
     given = {*(getattr(config, "target_parameters", None) or ())}
     targets = sorted(getattr(found, "target_parameters", None) or ())
