@@ -121,12 +121,13 @@ def policy(path: str, own_process_group: None) -> Iterator[Any]:
     made.close()
 
 
-@pytest.mark.parametrize("backend", ["generate", "continuous"])
-def test_rollouts_are_those_of_the_policy(policy: Any, backend: str) -> None:
+def test_rollouts_are_those_of_the_policy(policy: Any) -> None:
     """The tokens of greedy completions are the likeliest of the model that is trained."""
     assert packed_experts(policy.scorer.model)
-    rollout = RolloutEngine(policy, backend, longest_context=64)
-    answers = rollout.generate(RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12, top_k=1), 1))
+    request = RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12, top_k=1), 1)
+    with pytest.raises(OptionError, match="continuous.*quantized experts"):
+        RolloutEngine(policy, "continuous", longest_context=64).generate(request)
+    answers = RolloutEngine(policy, "auto", longest_context=64).generate(request)
     with policy.inference():
         for prompt, completions in zip(PROMPTS, answers, strict=True):
             assert max(below_the_likeliest(policy, prompt, one.ids) for one in completions) <= 1e-4

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -119,19 +118,16 @@ def load_extended(
         ModelError: the model cannot be loaded, or other weights are missing.
     """
     arguments: dict[str, Any] = {"device_map": {"": device}, "revision": revision or "main"}
-    content, packing = dict(quantization or {}), contextlib.ExitStack()
-    experts = content.pop("experts", False)
+    content = dict(quantization or {})
+    packs = content.pop("experts", False)
     if content:
-        arguments["quantization_config"] = bits = BitsAndBytesConfig.from_dict(content)
-        if experts:
-            found = functools.partial(quantizable, config=bits)
-            packing.enter_context(packing_while_loading(found, functools.partial(quantize, config=bits)))
+        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(content)
     task, shapes = (CAUSAL_LM, {}) if adapter is None else (adapter.task, adapter.shapes)
     own = [key.replace(".base_layer.", ".") for key in shapes]
-    with packing:
+    with packing_while_loading(quantizable, quantize) if packs else contextlib.nullcontext():
         model = load_whole(path, task, dtype, trust_remote_code, own, **arguments)
-    if isinstance(stored := getattr(model.config, "quantization_config", None), BitsAndBytesConfig):
-        prepare_quantized(model, Quantization(stored))
+    if isinstance(found := getattr(model.config, "quantization_config", None), BitsAndBytesConfig):
+        prepare_quantized(model, Quantization(found))
     rows = config.get_text_config().vocab_size
     if model.config.get_text_config().vocab_size != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
