@@ -1,10 +1,11 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
 Usage: memory_runs.py SPEC, with ``{"library", "expert_bytes", "runs": [{"seed", "engine", "limits", "only_plan",
-"options"}]}``. The last three, and ``expert_bytes``, may be left out. Rank N writes ``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside
-it: what the plan says, and bytes beyond those in use before the model was loaded, at the peak and at the end of each
-phase. With an engine, the trainer runs from loading to two steps and an evaluation. Without one, the model that the
-trainer loads computes one micro-batch forward and backward.
+"options"}]}``. The last three, and ``expert_bytes``, may be left out. Rank N writes
+``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside it: what the plan says, and bytes beyond
+those in use before the model was loaded, at the peak and at the end of each phase. With an engine, the trainer runs
+from loading to two steps and an evaluation. Without one, the model that the trainer loads computes one micro-batch
+forward and backward.
 
 To find what makes a peak, run it again with ``limits``, such as ``{"train": PEAK - 1}``: the operation that reaches
 the peak raises an error.
