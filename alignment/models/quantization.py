@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,6 @@ from alignment.models.experts import IMPLEMENTATION, packed_experts
 _KEY = "quantization_config"
 
 
-class Experts(NamedTuple):
-    """The experts of a mixture of experts whose other weights are quantized.
-
-    Attributes:
-        packed: names of the experts' weights that are quantized; empty if none are.
-        size: bytes of all of them, including their quantization constants.
-    """
-
-    packed: tuple[str, ...]
-    size: int
-
-
 @dataclass(frozen=True)
 class Quantization:
     """Weights in 4 or 8 bits.
@@ -42,33 +30,30 @@ class Quantization:
         config: settings for transformers.
         stored: whether the checkpoint, or the live model, is already quantized; its weights are used unchanged.
         repack: storage dtype for packed weights that the checkpoint stores as bytes; None: keep bytes.
-        experts: the model's experts; None if it has none.
+        packed_experts: names of the weights of a mixture of experts that are quantized besides linear layers.
+        expert_bytes: size of the experts, including quantization constants; 0 if the model has none.
     """
 
     config: BitsAndBytesConfig
     stored: bool = False
     repack: torch.dtype | None = None
-    experts: Experts | None = None
+    packed_experts: tuple[str, ...] = ()
+    expert_bytes: int = 0
 
     @property
     def bits(self) -> int:
         """4 or 8."""
         return 4 if self.config.load_in_4bit else 8
 
-    @property
-    def packed_experts(self) -> tuple[str, ...]:
-        """Names of the experts' weights that are quantized."""
-        return () if self.experts is None else self.experts.packed
-
     def describe(self) -> str:
         """Describe how the weights are stored."""
         nested = ", nested" if self.config.bnb_4bit_use_double_quant else ""
         kind = f" ({self.config.bnb_4bit_quant_type}{nested})" if self.bits == 4 else ""
         text = f"{self.bits}-bit base weights{kind}"
-        if self.experts is None:
-            return text
-        size = f"{self.experts.size / 1e9:.2f} GB"
-        return f"{text}, of which experts take {size}" if self.packed_experts else f"{text}, except experts ({size})"
+        size = f"{self.expert_bytes / 1e9:.2f} GB"
+        if self.packed_experts:
+            return f"{text}, of which experts take {size}"
+        return f"{text}, except experts ({size})" if self.expert_bytes else text
 
     def content(self) -> dict[str, Any]:
         """Return everything that the values of the quantized weights depend on, by name."""

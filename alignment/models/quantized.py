@@ -13,7 +13,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.internals.transformers_experts import experts_modules
 from alignment.models.adapters.skeleton import skeleton
 from alignment.models.experts import BLOCK, expert_bytes, packed_experts, plain_experts, quantizable
-from alignment.models.quantization import Experts, Quantization, plan_quantization
+from alignment.models.quantization import Quantization, plan_quantization
 from alignment.models.source import ModelSource
 
 _INSTEAD = "or set bnb_4bit_skip_experts: true to leave them unquantized"
@@ -45,34 +45,31 @@ def quantized(
         compute=compute,
         stage=stage,
     )
-    if plan is not None:
-        plan = replace(plan, experts=_experts(source, options, plan, key, compute, stage))
-    return replace(source, quantization=plan)
+    return replace(source, quantization=plan and _with_experts(plan, source, options, key, compute, stage))
 
 
-def _experts(
-    source: ModelSource, options: AlignmentConfig, plan: Quantization, key: str, compute: torch.dtype, stage: int
-) -> Experts | None:
-    """Return what is known about the experts of a model, or None if it has none."""
+def _with_experts(
+    plan: Quantization, source: ModelSource, options: AlignmentConfig, key: str, compute: torch.dtype, stage: int
+) -> Quantization:
+    """Return a plan with what is known about the experts of the model, if it has any."""
     if source.live is not None and (packed := packed_experts(source.live)):  # from an earlier run
         numels = {name: weight.quant_state.shape.numel() for name, weight in packed.items()}
     else:
         try:
             model = skeleton(source, options.trust_remote_code)
         except Exception:  # of many classes; loading the model will report it
-            return None
+            return plan
         plain, names = plain_experts(model), list[str]()
-        if not plain:
-            return None
-        if not (plan.stored or plan.bits == 8 or options.bnb_4bit_skip_experts):
+        if plain and not (plan.stored or plan.bits == 8 or options.bnb_4bit_skip_experts):
             names = quantizable(model, plan.config)
             _check_weights(model, plain, names, key)
         if not names:
-            return Experts((), sum(weight.numel() for weight in plain.values()) * compute.itemsize)
+            return replace(plan, expert_bytes=sum(weight.numel() for weight in plain.values()) * compute.itemsize)
         numels = {name: plain[name].numel() for name in names}
     _check_run(source, plan, key, compute, stage)
     nested = bool(plan.config.bnb_4bit_use_double_quant)
-    return Experts(tuple(numels), sum(expert_bytes(numel, nested) for numel in numels.values()))
+    size = sum(expert_bytes(numel, nested) for numel in numels.values())
+    return replace(plan, packed_experts=tuple(numels), expert_bytes=size)
 
 
 def _check_weights(model: nn.Module, plain: Mapping[str, Tensor], names: Sequence[str], key: str) -> None:

@@ -147,17 +147,17 @@ def planned(given: PretrainedConfig, stage: int = 2, kwargs: Any = None, **optio
 def test_what_is_quantized_and_what_it_takes(name: str) -> None:
     given = experts_config(name)
     plan = planned(given).quantization
-    assert plan is not None and plan.experts is not None
+    assert plan is not None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(given)
     stacks = {n: p for n, p in model.named_parameters() if p.ndim == 3 and ".experts." in n}
     assert stacks and {*plan.packed_experts} == stacks.keys()
-    assert plan.experts.size == sum(experts.expert_bytes(p.numel(), True) for p in stacks.values())
+    assert plan.expert_bytes == sum(experts.expert_bytes(p.numel(), True) for p in stacks.values())
     skipped = planned(given, stage=3, bnb_4bit_skip_experts=True).quantization
-    assert skipped is not None and skipped.experts is not None and not skipped.packed_experts
-    assert skipped.experts.size == 2 * sum(p.numel() for p in stacks.values())
+    assert skipped is not None and not skipped.packed_experts
+    assert skipped.expert_bytes == 2 * sum(p.numel() for p in stacks.values())
     eight = planned(given, load_in_4bit=False, load_in_8bit=True).quantization
-    assert eight is not None and eight.experts == skipped.experts
+    assert eight is not None and eight.expert_bytes == skipped.expert_bytes and not eight.packed_experts
     for one, said in ((plan, "of which experts take"), (skipped, "except experts ("), (eight, "except experts (")):
         assert said in one.describe()
     assert plan.content() != skipped.content()
@@ -165,7 +165,7 @@ def test_what_is_quantized_and_what_it_takes(name: str) -> None:
 
 def test_other_models_have_no_experts() -> None:
     plan = planned(tiny_config("tied"), stage=3).quantization
-    assert plan is not None and plan.experts is None and "experts" not in plan.describe()
+    assert plan is not None and not plan.expert_bytes and "experts" not in plan.describe()
     assert planned(tiny_type("recurrent_gemma")).quantization == plan  # other weights with three dimensions
 
 
@@ -174,7 +174,7 @@ def test_experts_can_be_named_among_modules_to_skip() -> None:
     plan = planned(
         experts_config("mixtral"), stage=2, kwargs={"quantization_config": given}, load_in_4bit=False
     ).quantization
-    assert plan is not None and plan.experts is not None and not plan.packed_experts
+    assert plan is not None and plan.expert_bytes and not plan.packed_experts
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "jetmoe", "dbrx", "longcat_flash", "inkling_text"])
@@ -183,7 +183,7 @@ def test_experts_that_are_not_recognized_are_refused(name: str) -> None:
     with pytest.raises(OptionError, match=r"^some/model: experts of \w+ \(\S*(experts|mlp)\.\S+\) .*bnb_4bit_skip"):
         planned(given)
     plan = planned(given, bnb_4bit_skip_experts=True).quantization
-    assert plan is not None and plan.experts is not None and plan.experts.size > 0
+    assert plan is not None and plan.expert_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,13 @@ def page(results: Sequence[Result]) -> str:
         "",
     ]
     return with_generated(
-        NAME, [*lines, *table("type | class | | log-probs | gradient | rows | ", (one.row for one in results))]
+        NAME,
+        [
+            *lines,
+            *table(
+                "type | class | | log-probs | gradient | rows | experts in 4 bits | ", (one.row for one in results)
+            ),
+        ],
     )
 
 

@@ -20,6 +20,7 @@ from alignment.models.loading import disable_dropout
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
 from alignment.rollout.memory import completion_bytes
+from tools.architectures.experts import examine_experts
 from tools.architectures.tiny import tiny_config, tiny_model
 
 LENGTHS = (12, 9, 5)  # lengths of the rows of a batch, padded on the right
@@ -30,7 +31,8 @@ TOLERANCE = 1e-4  # for fp32, relative to the largest log-prob and to the norm o
 @dataclass(frozen=True)
 class Result:
     """The result for one model type: why it is refused, None if it is not, the relative differences of log-probs and
-    gradients (:func:`relative`), and why its sequences are padded, None if they are also compared in one row.
+    gradients (:func:`relative`), why its sequences are padded, None if they are also compared in one row, and the
+    result for experts in 4 bits (:func:`examine_experts`).
     """
 
     model_type: str
@@ -39,6 +41,7 @@ class Result:
     gradient: float = 0.0
     note: str = ""
     unpacked: str | None = None
+    experts: str = ""
 
     @property
     def exact(self) -> bool:
@@ -47,18 +50,18 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether the type is exact or refused."""
-        return self.exact or self.refused is not None
+        """Whether the type is exact or refused, and so are its experts."""
+        return (self.exact or self.refused is not None) and self.experts in ("", "exact", "refused")
 
     @property
     def row(self) -> tuple[str, ...]:
         """The row of the table."""
         named = (self.model_type, types()[self.model_type])
         if self.refused is not None:
-            return *named, "refused", "", "", "", self.refused
+            return *named, "refused", "", "", "", "", self.refused
         word = "exact" if self.exact else "**differs**"
         rows = "packed" if self.unpacked is None else f"padded: {self.unpacked}"
-        return *named, word, f"{self.logps:.0e}", f"{self.gradient:.0e}", rows, self.note
+        return *named, word, f"{self.logps:.0e}", f"{self.gradient:.0e}", rows, self.experts, self.note
 
 
 def types() -> dict[str, str]:
@@ -115,7 +118,7 @@ def _compared(model_type: str, model: PreTrainedModel) -> Result:
         with scorer.attending():
             differences.append(relative(_with_gradient(model, scored.scores), (expected, gradient)))
     logps, gradients = (max(each) for each in zip(*differences, strict=True))
-    return Result(model_type, None, logps, gradients, note, unpacked)
+    return Result(model_type, None, logps, gradients, note, unpacked, examine_experts(tiny_model(model_type)))
 
 
 def relative(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:

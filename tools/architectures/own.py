@@ -8,7 +8,13 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 _NO_CACHE_SHARING = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 _MIXED = ["linear_attention", "hybrid"] * 2
 _ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": _MIXED}
-_GEMMA4 = {**_NO_CACHE_SHARING, "per_layer_config": {"03": {"head_dim": 16}}}
+_GEMMA4 = {
+    **_NO_CACHE_SHARING,
+    "per_layer_config": {"03": {"head_dim": 16}},
+    "enable_moe_block": True,
+    "num_experts": 4,
+}
+_GEMMA4 |= {"top_k_experts": 2, "moe_intermediate_size": 16}
 
 # By type, then by name of the configuration value; nested configurations have nested tables.
 OWN: dict[str, dict[str, Any]] = {

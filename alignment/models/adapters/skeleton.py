@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -92,16 +91,16 @@ def tried(config: Any, path: str | None, source: ModelSource, trust_remote_code:
     completed = path is None and _complete(config, linear, model)
     if path is None:
         _check_names(config, linear, model, key)
-    names = ", ".join(sorted(set(linear.values())))
-    inject = functools.partial(_injected, key=key, known=f"the linear layers of {source.name} are {names}")
     left = ""
     if packed:
-        trial = inject(skeleton(source, trust_remote_code), config, lora_dropout=0.0)
-        left = _leave_experts(config, trial, packed, completed)
+        trial = copy.deepcopy(config)
+        trial.lora_dropout = 0.0  # as adapters on experts require, which are to be found
+        found = _injected(skeleton(source, trust_remote_code), trial, source, key)
+        left = _leave_experts(config, found, packed, completed)
     if path is None:
         new_rows = _train_new_rows(config, model, source)
     experts = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    _take_converted(config, inject(model, config))
+    _take_converted(config, _injected(model, config, source, key))
     if saved is not None and reads:
         _check_shapes(str(path), saved, model, source)
     idle = experts - {name.rpartition(".")[2] for name in getattr(config, "target_parameters", None) or ()}
@@ -227,17 +226,15 @@ def _complete(config: Any, linear: dict[str, str], model: nn.Module) -> bool:
     return False
 
 
-def _injected(model: PreTrainedModel, config: Any, *, key: str, known: str, **changed: Any) -> Any:
+def _injected(model: PreTrainedModel, config: Any, source: ModelSource, key: str) -> Any:
     """Inject adapters, and return their configuration with targets that PEFT may have converted."""
-    config = with_initialization(copy.deepcopy(config), True)
-    for name, value in changed.items():
-        setattr(config, name, value)
+    names = ", ".join(sorted({last for _, last in _linear_layers(model, source)}))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # weights on the meta device are not initialized
-            model.add_adapter(config, "default")
+            model.add_adapter(with_initialization(copy.deepcopy(config), True), "default")
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise OptionError(f"{key}: {first_line(error)}; {known}") from error
+        raise OptionError(f"{key}: {first_line(error)}; the linear layers of {source.name} are {names}") from error
     return model.peft_config["default"]
 
 
