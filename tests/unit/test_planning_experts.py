@@ -79,8 +79,8 @@ def test_the_stand_in_allocates_as_the_product(
 ) -> None:
     monkeypatch.setattr(experts, "EXPERT_BYTES", limit)
     source = in_4_bits(experts_config(architecture), torch.float32)
-    assert source.quantization is not None and source.quantization.experts is not None
-    name = source.quantization.experts.packed[0].rpartition(".")[0]
+    assert source.quantization is not None
+    name = source.quantization.packed_experts[0].rpartition(".")[0]
     planned = stand_in(source, None, torch.float32, 2).model.get_submodule(name)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(source.config)).requires_grad_(False)
     real = model.get_submodule(name)
