@@ -233,6 +233,16 @@ def test_an_export_has_the_experts_of_training(path: str, trained: Trained, tmp_
 
 
 @pytest.mark.ci
+def test_skipped_experts_are_exported_as_they_were(path: str, tmp_path: Path) -> None:
+    trainer = trainer_of(path, tmp_path, max_steps=1, save_strategy="no", bnb_4bit_skip_experts=True)
+    train_and_close(trainer, save=True)
+    export(trainer.output_dir, tmp_path / "exported", ExportOptions(samples=0))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    exported, base = (plain(str(folder)).get_parameter(name) for folder in (tmp_path / "exported", path))
+    assert torch.equal(exported, base)
+
+
+@pytest.mark.ci
 def test_an_export_never_holds_experts_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 64 experts per layer, it needs the model, and a layer in fp32 when its log-probs are compared."""
     layer = 64 * 3 * 64 * 64 * 2
