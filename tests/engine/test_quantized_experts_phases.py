@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+import alignment
 from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.checkpoint.export import ExportOptions, export
 from alignment.checkpoint.trained_model import find_model
@@ -211,6 +212,20 @@ def test_killed_ranks_resume_as_if_nothing_had_happened(ranks: RankServer) -> No
         attempts = list(chaos.run(Chain("experts", "kto", kills)))
     assert not [attempt.said for attempt in attempts if attempt.problems]
     assert [attempt.killed for attempt in attempts] == [True, True, False]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("skipped", [False, True])
+def test_samples_are_those_of_the_experts_of_training(
+    path: str, tmp_path: Path, ranks: RankServer, skipped: bool
+) -> None:
+    trainer = trainer_of(path, tmp_path, max_steps=1, save_strategy="no", bnb_4bit_skip_experts=skipped)
+    train_and_close(trainer, save=True)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    given = ("--prompts", "prompts.jsonl", "-n", 1, "--as", "completions", "--use_cpu", "--max_length", 64)
+    command = (trainer.output_dir, *given, "--max_new_tokens", 8)
+    done = ranks.run(Path(alignment.__file__).parents[1] / "launch" / "sample.py", *command, nproc=1, cwd=tmp_path)
+    assert ("except experts" if skipped else "of which experts take") in done.stdout
 
 
 # Exports ------------------------------------------------------------------------------------------------------------
