@@ -7,6 +7,7 @@ models in memory.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Callable, Iterator
@@ -26,8 +27,10 @@ from alignment.config.errors import AlignmentError, ModelError, OptionError, Out
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_export import ExportOptions
 from alignment.engines.collectives import barrier
+from alignment.internals.transformers_experts import converting_by_file
 from alignment.models.adapters.folder import read_adapter, task_name
 from alignment.models.adapters.merging import base_config, check_match, inject, load_base, merge, trained_dtype
+from alignment.models.architectures import is_mixture
 from alignment.models.loading import load_whole
 from alignment.models.source import ModelSource, read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
@@ -98,9 +101,11 @@ def export(
             raise ModelError(f"{source}: {broken} is not finite in {report.dtype}; use another dtype or source")
         with written_folder(out, tokenizer, key="out") as partial:
             tell(f"writing {out}")
+            by_file = converting_by_file(model) if is_mixture(model.config) else contextlib.nullcontext()
             try:
-                model.save_pretrained(partial, max_shard_size=options.max_shard_size)
-            except ValueError as error:  # such as an inconsistent generation configuration
+                with by_file:
+                    model.save_pretrained(partial, max_shard_size=options.max_shard_size)
+            except (ValueError, RuntimeError) as error:  # such as an inconsistent generation configuration
                 raise OutputError(f"{source}: the model cannot be written: {first_line(error)}") from error
             del model
             gc.collect()
@@ -165,7 +170,9 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     """Load the base model of an adapter and merge the adapter into it, tensor by tensor in fp32."""
     trust = options.trust_remote_code
     adapter = read_adapter(source, options.base, options.revision)
-    adapter = replace(adapter, quantization=options.quantization or adapter.quantization)
+    if (given := options.quantization) is not None:
+        recorded = {name: value for name, value in (adapter.quantization or {}).items() if name == "experts"}
+        adapter = replace(adapter, quantization={**given, **recorded})
     config = base_config(adapter, trust)
     quantized = (adapter.quantization or getattr(config, "quantization_config", None)) is not None
     own = (source / "tokenizer_config.json").is_file()

@@ -60,9 +60,13 @@ class _Sampler(OnlineDPOTrainer):
     args: SampleConfig
 
     def __init__(self, model: TrainedModel, options: SampleConfig) -> None:
-        arguments = {"revision": model.revision, "quantization_config": model.adapter and model.quantization}
+        quantization = dict((model.adapter and model.quantization) or {})
+        skips = not quantization.pop("experts", False) and bool(quantization.get("load_in_4bit"))  # as in training
+        arguments = {"revision": model.revision, "quantization_config": quantization}
         arguments = {name: value for name, value in arguments.items() if value}
-        args = replace(options, model_name_or_path=model.path, model_init_kwargs=arguments)
+        args = replace(
+            options, model_name_or_path=model.path, model_init_kwargs=arguments, bnb_4bit_skip_experts=skips
+        )
         if model.adapter is not None:
             args = replace(args, use_peft=True, adapter_name_or_path=str(model.adapter.path))
         rewards = None if args.scored else lambda completions: [None] * len(completions)

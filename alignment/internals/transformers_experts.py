@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -59,6 +60,19 @@ def grouped_product(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
     output: Tensor = moe._grouped_mm(rows, weight, offs)
     return output
+
+
+@contextlib.contextmanager
+def converting_by_file(model: PreTrainedModel) -> Iterator[None]:
+    """Let ``save_pretrained`` convert the weights of one file at a time, within this context.
+
+    Most checkpoints have a tensor per expert. The experts of all layers are otherwise taken apart before the first
+    file is written, which copies two thirds of them. It converts by file if ``hf_device_map`` names a CPU, for models
+    that are not in memory as a whole. Seen with transformers 5.23.
+    """
+    with mock.patch.object(model, "hf_device_map", {"": "cpu"}, create=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+        yield
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def pack(weight: Tensor, config: BitsAndBytesConfig) -> Params4bit:
     kind, storage = config.bnb_4bit_quant_type, config.bnb_4bit_quant_storage
     parts = [
         functional.quantize_4bit(one.contiguous(), blocksize=BLOCK, quant_type=kind, quant_storage=storage)
-        for one in weight.split(_at_once(weight.shape, weight.dtype))
+        for one in weight.split(at_once(weight.shape, weight.dtype))
     ]
     nested = bool(config.bnb_4bit_use_double_quant)
     scales, offset, second = torch.cat([state.absmax for _, state in parts]), None, None
@@ -118,6 +118,15 @@ def pack(weight: Tensor, config: BitsAndBytesConfig) -> Params4bit:
     )
     packed = torch.cat([data for data, _ in parts])
     return Params4bit(packed, False, state, BLOCK, nested, kind, storage, bnb_quantized=True)
+
+
+def rounded(weight: Tensor, config: BitsAndBytesConfig) -> nn.Parameter:
+    """Replace weights by those that quantized ones compute with, in place; arguments as in :func:`pack`."""
+    packed, size = pack(weight, config), at_once(weight.shape, weight.dtype)
+    for first in range(0, weight.shape[0], size):
+        last = min(first + size, weight.shape[0])
+        weight[first:last] = unpack(packed, first, last)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def unpack(weight: Params4bit, first: int, last: int) -> Tensor:
@@ -149,7 +158,7 @@ def _scales(state: Any, first: int, last: int) -> Tensor:
     return whole[first - begin * size :] + state.offset
 
 
-def _at_once(shape: torch.Size, dtype: torch.dtype) -> int:
+def at_once(shape: torch.Size, dtype: torch.dtype) -> int:
     """Return the number of experts whose dequantized weights fit the limit, at least 1."""
     return max(1, EXPERT_BYTES // (shape[1:].numel() * dtype.itemsize))
 
@@ -179,7 +188,7 @@ def _multiplied(rows: Tensor, weight: Params4bit, offs: Tensor, transposed: bool
     shape = weight.quant_state.shape
     ends = [0, *offs.tolist()]
     output = rows.new_empty(rows.shape[0], shape[2] if transposed else shape[1])
-    for first, last in _groups(ends, _at_once(shape, rows.dtype)):
+    for first, last in _groups(ends, at_once(shape, rows.dtype)):
         begin, end = ends[first], ends[last]
         stack = unpack(weight, first, last)
         stack = stack if transposed else stack.mT

@@ -87,7 +87,7 @@ def write_adapters(
             partial,
             base_model=source.name,
             revision=source.init_kwargs.get("revision"),
-            quantization=None if source.quantization is None else source.quantization.config.to_dict(),
+            quantization=None if source.quantization is None else source.quantization.content(),
             task=source.task,
             merged=source.merged,
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),

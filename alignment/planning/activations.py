@@ -18,6 +18,7 @@ from huggingface_hub.constants import HF_HOME
 from torch import Tensor, nn
 
 from alignment.internals.transformers import attending_with, chosen_attention, deciding_on_packing, experts_with
+from alignment.models import experts
 from alignment.models.adapters.record import Adapters
 from alignment.models.architectures import decoder_of
 from alignment.models.first_part import only_first_part
@@ -101,7 +102,7 @@ class Counting:
         adapted = None if adapters is None else adapters.config.to_dict()
         facts = (_FORMAT, torch.__version__, transformers.__version__, source.config.to_dict(), source.task.noun,
                  chosen_attention(source.config), flash_attn_varlen_func is None, quantized, adapted, dtype, kernel,
-                 rows, checkpointing, dropout, aux_loss, source.mlp)  # fmt: skip
+                 rows, checkpointing, dropout, aux_loss, source.mlp, experts.EXPERT_BYTES)  # fmt: skip
         self._file = _FOLDER / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
         self._known = _read(self._file)
 

@@ -190,7 +190,7 @@ class Phases:
         """The weights and, while the engine is built, their fp32 masters; or a layer that is being quantized."""
         weights, compute = self.weights, self.run.engines.compute.itemsize
         held = weights.parts() if self._stage < 3 or weights.packed else self._policy
-        read = {"reading": weights.widest_packed * compute}
+        read = {"reading": weights.read * compute}
         masters = {name: size for name, size in self.engine.resident.items() if name == "master weights"}
         if self.run.kernel == "cpu" and self._stage in (1, 2):  # flattened in host memory, which is the same here
             masters["flattened"] = weights.trained * compute

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -19,10 +20,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from alignment.data.layout import Group, Layout
 from alignment.internals.transformers import chosen_attention, replace_by_4bit, requested_attention
+from alignment.internals.transformers_experts import register_experts
 from alignment.models.adapters.injection import settle
 from alignment.models.adapters.record import Adapters, with_initialization
 from alignment.models.architectures import shorten
-from alignment.models.experts import scale_bytes
+from alignment.models.experts import at_once, quantizable, scale_bytes
 from alignment.models.packed_attention import flash_attn_varlen_func, packed_attention
 from alignment.models.quantization import Quantization
 from alignment.models.scorer import Scorer
@@ -34,6 +36,7 @@ from alignment.planning.live import tagged
 KERNELS = ("flash", "efficient", "math", "cpu")
 ROWS = ("padded", "packed", "shared")  # packed without and with prompts that sequences share, whose keys are copied
 _NAME = "memory_plan_"  # with kernel and rows: a function that is registered with transformers
+_EXPERTS = "memory_plan_experts"
 
 
 def stand_in(
@@ -57,6 +60,8 @@ def stand_in(
     model.to(dtype)
     packed = source.quantization if source.quantization is not None and source.quantization.bits == 4 else None
     if packed is not None:
+        if packed.packed_experts:
+            _replace_experts(model, quantizable(model, packed.config))
         replace_by_4bit(model, packed.config)  # as PEFT looks for, before adapters
     tile_mlps(model, source.mlp)
     scorer = source.task.scorer(model, aux_loss)
@@ -88,8 +93,8 @@ class PackedLinear(nn.Module):
         return _PackedProduct.apply(x, self.weight, self.bias, (self.out_features, self.in_features), self.nested)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _unpacked(x: Tensor, shape: tuple[int, int], nested: bool) -> Tensor:
-    blocks = -(-shape[0] * shape[1] // 64)
+def _unpacked(x: Tensor, shape: tuple[int, ...], nested: bool) -> Tensor:
+    blocks = -(-math.prod(shape) // 64)
     with tagged("dequantized weights"):
         scales = x.new_empty(blocks if nested else 0, dtype=torch.float32)  # noqa: F841 - exists next to the copy
         return x.new_empty(shape)
@@ -115,6 +120,38 @@ def _replace_packed(model: nn.Module, quantization: Quantization, dtype: torch.d
     for name, module in list(model.named_modules()):
         if isinstance(module, bnb.nn.Linear4bit):
             model.set_submodule(name, PackedLinear(module, quantization, dtype))
+
+
+def _replace_experts(model: PreTrainedModel, names: list[str]) -> None:
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        count, first, last = model.get_parameter(name).shape
+        packed = torch.empty((count, first, last // 2), dtype=torch.uint8, device="meta")
+        setattr(model.get_submodule(module), parameter, nn.Parameter(packed, requires_grad=False))
+    model.set_experts_implementation(_EXPERTS)
+
+
+class _ExpertsProduct(torch.autograd.Function):
+    """Allocates like the product in :mod:`alignment.models.experts`, at worst: one group of experts has all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(offs)
+        ctx.weight, ctx.transposed = weight, transposed
+        return _multiplied(rows, weight, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _multiplied(grad, ctx.weight, not ctx.transposed), None, None, None
+
+
+def _multiplied(rows: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    count, first, last = *weight.shape[:2], 2 * weight.shape[2]
+    output = rows.new_empty(rows.shape[0], last if transposed else first)
+    stack = _unpacked(rows, (min(count, at_once(torch.Size((count, first, last)), rows.dtype)), first, last), True)
+    product = torch.empty_like(output)  # noqa: F841 - exists next to the dequantized weights and the output
+    del stack
+    return output
 
 
 def grouped_product(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -183,3 +220,5 @@ def attention_of(model: PreTrainedModel, kernel: str, rows: str) -> str:
 for _kernel in KERNELS:
     for _rows in ROWS:
         AttentionInterface.register(f"{_NAME}{_kernel}_{_rows}", functools.partial(_attend, _kernel, _rows))
+
+register_experts(_EXPERTS, lambda weight: weight.dtype == torch.uint8, _ExpertsProduct.apply)

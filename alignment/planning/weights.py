@@ -27,7 +27,8 @@ class Weights:
         numel: number of parameters without adapters.
         trained: number of trained parameters; 0 for a frozen model.
         widest: number of elements of the largest tensor.
-        widest_packed: number of elements of the largest quantized one; 0 if there is none.
+        read: number of elements that exist while a tensor is read and quantized: those of the largest one, or twice
+            those of a layer's experts, which are assembled from a tensor per expert; 0 if none is quantized.
         layer: number of parameters of the largest decoder layer.
         layers: number of decoder layers.
     """
@@ -39,7 +40,7 @@ class Weights:
     numel: int
     trained: int
     widest: int
-    widest_packed: int
+    read: int
     layer: int
     layers: int
 
@@ -78,10 +79,13 @@ def weights_of(
     model = known_skeleton(source)
     if model is None:
         return None
-    packed: set[nn.Parameter] = set()
+    packed, stacks = set[nn.Parameter](), set[nn.Parameter]()
     plan = source.quantization
     if plan is not None:
         packed = {module.get_parameter("weight") for module in convertible(model, plan)}
+        stacks = {model.get_parameter(name) for name in plan.packed_experts}
+    read = max([*(one.numel() for one in packed), *(2 * one.numel() for one in stacks)], default=0)
+    packed |= stacks
     parameters = set(model.parameters())
     packed_numel = sum(parameter.numel() for parameter in packed)
     numel = sum(parameter.numel() for parameter in parameters)
@@ -101,7 +105,7 @@ def weights_of(
         numel=numel,
         trained=0 if not trained else numel if adapters is None else adapters.trained,
         widest=max(parameter.numel() for parameter in parameters),
-        widest_packed=max((parameter.numel() for parameter in packed), default=0),
+        read=read,
         layer=max(map(_numel, layers), default=0),
         layers=len(layers),
     )

@@ -10,7 +10,7 @@ from support.pages.blocks import ROOT
 
 from alignment.config.dtypes import planning_for
 from alignment.planning import activations
-from tools.documentation.memory_tables import CONFIGURATIONS, GPU, MODELS, PAGES, Row, written
+from tools.documentation.memory_tables import CONFIGURATIONS, DENSE, GPU, PAGES, Row, written
 
 BILLIONS = {"Llama-3.1-8B": 8.030, "Qwen3-8B": 8.191, "Qwen2.5-14B": 14.770, "Qwen2.5-32B": 32.764}  # as published
 
@@ -21,7 +21,7 @@ def uncounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "_FOLDER", tmp_path)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DENSE)
 def test_the_configurations_have_the_published_sizes(model: str) -> None:
     config = json.loads((CONFIGURATIONS / model / "config.json").read_text())
     hidden, heads, shared = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from support.drivers.rollout import PROMPTS, sampling, train, whole
+from support.drivers.rollout import PROMPTS, below_the_likeliest, sampling, train, whole
 from support.oracle.adapters import quantization
 from transformers import PreTrainedModel
 
@@ -52,12 +51,6 @@ def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int) -> l
     """Return two greedy completions of each prompt."""
     rollout = RolloutEngine(policy, backend, gather=gather, longest_context=64)
     return rollout.generate(RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12, top_k=1), seed))
-
-
-def below_the_likeliest(policy: PolicyEngine, prompt: Sequence[int], ids: Sequence[int]) -> float:
-    """Return by how much the logits of a completion's tokens are below the highest ones, at most."""
-    logits = policy.scorer.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
-    return float((logits.amax(-1) - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]).max())
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.tiny_experts import make_experts
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, modeling_utils
 
 from alignment.internals import transformers_experts as internals
 
@@ -71,3 +73,28 @@ def test_experts_are_packed_while_they_are_loaded(tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter(name), weight.sum((1, 2)))
     again = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     assert all(again.get_parameter(name).ndim == 3 for name in names)
+
+
+def test_experts_are_taken_apart_file_by_file(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """The files contain what those of another call do."""
+    model = AutoModelForCausalLM.from_pretrained(make_experts(tmp_path / "base", "qwen3_moe"))
+    converted: list[int] = []
+    convert = modeling_utils.revert_weight_conversion
+
+    def counted(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        converted.append(len(state))
+        return convert(model, state)
+
+    with mock.patch.object(modeling_utils, "revert_weight_conversion", counted):
+        model.save_pretrained(tmp_path / "whole", max_shard_size="200KB")
+        assert len(converted) == 1
+        with internals.converting_by_file(model):
+            model.save_pretrained(tmp_path / "parts", max_shard_size="200KB")
+    files = [*(tmp_path / "parts").glob("*.safetensors")]
+    assert len(converted) == 1 + len(files) > 3 and sum(converted[1:]) == converted[0]
+    whole, parts = (
+        {name: value for file in (tmp_path / folder).glob("*.safetensors") for name, value in load_file(file).items()}
+        for folder in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys() and all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert not recwarn and not hasattr(model, "hf_device_map")

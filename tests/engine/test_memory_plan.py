@@ -37,6 +37,8 @@ WITHOUT_ENGINE, WITH_ENGINE = (-0.01, 0.06), (-0.03, 0.10)
 SAME = {"kl": "reference", "eval reference": "reference", "eval kl": "reference", "eval rollout": "rollout"}
 SAMPLE = (594,)  # in the default tests
 FURTHER = (93,)  # packed rows with a soft cap, for which there is no kernel
+EXPERTS = (102, 9573)  # quantized experts, in fp32 and bf16; half of the layers are recomputed
+EXPERT_BYTES = 600_000  # of 2 or 4 of the 8 experts of these models, as of a part of those of a large one
 
 
 def named(case: MemoryCase) -> str:
@@ -65,9 +67,9 @@ def wrong(planned: Planned, peaks: Mapping[str, int], within: tuple[float, float
 
 @pytest.fixture
 def measure(ranks: RankServer, tmp_path: Path) -> Measure:
-    def measured(case: MemoryCase, engine: bool, **options: Any) -> dict[str, Any]:
+    def measured(case: MemoryCase, engine: bool, more: dict[str, int] | None = None, **options: Any) -> dict[str, Any]:
         spec, run = tmp_path / "spec.json", {"seed": case.seed, "engine": engine, "options": options}
-        spec.write_text(json.dumps({"library": str(library()), "runs": [run]}))
+        spec.write_text(json.dumps({"library": str(library()), "runs": [run], **(more or {})}))
         ranks.run(DRIVERS / "memory_runs.py", spec, nproc=case.ranks if engine else 1, timeout=900)
         found = [json.loads(file.read_text()).popitem()[1] for file in sorted(tmp_path.glob("rank*.json"))]
         names = found[0]["peaks"]
@@ -101,6 +103,14 @@ def test_a_micro_batch_takes_the_planned_memory(measure: Measure, case: MemoryCa
 )
 def test_every_micro_batch_takes_the_planned_memory(measure: Measure, case: MemoryCase) -> None:
     check(measure(case, False), WITHOUT_ENGINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("case", map(MemoryCase.of, EXPERTS), ids=named)
+def test_groups_of_experts_take_the_planned_memory(measure: Measure, case: MemoryCase, engine: bool) -> None:
+    found = measure(case, engine, {"expert_bytes": EXPERT_BYTES})
+    check(found, WITH_ENGINE if engine else WITHOUT_ENGINE)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 from support.data_tokenizers import PLAIN, char_tokenizer
 from support.helpers import POSITIONS, make_classifier, make_model, paired_rows, unpaired_rows
+from support.tiny_experts import make_experts
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alignment.cli.parsing import parse
 from alignment.cli.train_job import run
 
 ADAPTED = ("kto_qlora_8b", "kto_lora_8b", "cpo_qlora_8b", "cpo_lora_8b", "kto_qlora_14b", "cpo_qlora_14b")
+MIXTURES = ("kto_qlora_30b_a3b", "cpo_qlora_30b_a3b")
 TWO_STEPS = (
     *("--use_cpu", "--disable_tqdm", "--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1"),
     *("--max_length", str(POSITIONS), "--bf16"),  # as on a GPU
@@ -46,6 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     char_tokenizer(template=PLAIN).save_pretrained(folder / "qwen")
     return {
         "Qwen": str(folder / "qwen"),
+        "Qwen mixture": make_experts(folder / "experts", "qwen3_moe"),
         "meta-llama": make_model(folder / "llama", "untied"),
         "reward": make_classifier(folder / "reward", "untied"),
     }
@@ -57,7 +60,8 @@ def two_steps(recipe: str, models: dict[str, str], folder: Path, rows: list[dict
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = str(parse([recipe, "--output_dir", "out", "--dataset_name", "rows.jsonl"]).model_name_or_path)
-    arguments = ["--model_name_or_path", models[named.partition("/")[0]], "--dataset_name", str(data)]
+    family = named.partition("/")[0] + (" mixture" if recipe in MIXTURES else "")
+    arguments = ["--model_name_or_path", models[family], "--dataset_name", str(data)]
     run(parse([recipe, *arguments, "--output_dir", str(folder / "out"), *TWO_STEPS, *more]))
     lines = [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
     assert "learning_rate=" not in (folder / "out" / "report.md").read_text(), (
@@ -66,23 +70,23 @@ def two_steps(recipe: str, models: dict[str, str], folder: Path, rows: list[dict
     return [line for line in lines if "loss" in line]
 
 
-def trained(folder: Path, bits: int | None) -> dict[str, torch.Tensor]:
-    """Check the saved adapters: all linear layers have one, in bf16, with nonzero matrices."""
+def trained(folder: Path, bits: int | None, each: int = 7) -> dict[str, torch.Tensor]:
+    """Check the saved adapters: each linear layer of both decoder layers has one, in bf16, with nonzero matrices."""
     base = json.loads((folder / "training_base.json").read_text())
     assert bool(base["quantization"] and base["quantization"]["load_in_4bit"]) == (bits == 4)
     assert not list(folder.glob("model*.safetensors")), "adapters only"
     state = load_file(folder / "adapter_model.safetensors")
-    assert len(state) == 2 * 2 * 7 and all(value.dtype == torch.bfloat16 for value in state.values())
+    assert len(state) == 2 * 2 * each and all(value.dtype == torch.bfloat16 for value in state.values())
     assert all(bool(value.any()) for value in state.values())
     return state
 
 
-@pytest.mark.parametrize("recipe", ADAPTED)
+@pytest.mark.parametrize("recipe", ADAPTED + MIXTURES)
 def test_a_recipe_with_adapters_trains(recipe: str, models: dict[str, str], tmp_path: Path) -> None:
     rows = unpaired_rows(4) if recipe.startswith("kto") else paired_rows(4)
     steps = two_steps(recipe, models, tmp_path, rows)
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
-    trained(tmp_path / "out", 4 if "qlora" in recipe else None)
+    trained(tmp_path / "out", 4 if "qlora" in recipe else None, 4 if recipe in MIXTURES else 7)
 
 
 def test_online_dpo_with_both_models_in_4_bits(models: dict[str, str], tmp_path: Path) -> None:

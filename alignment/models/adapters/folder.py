@@ -32,8 +32,8 @@ class AdapterFolder:
         config: PEFT's configuration, as stored on disk.
         base: folder or Hub name of the base model.
         revision: revision of the base model; None for the latest.
-        quantization: ``BitsAndBytesConfig.to_dict()`` of the base model during training; None if it was not quantized
-            or this was not recorded.
+        quantization: ``Quantization.content()`` of the base model during training; None if it was not quantized or
+            this was not recorded.
         dtype: torch's name of the dtype during training; None if it was not recorded.
         task: what the base model is loaded as.
         shapes: shapes of the tensors, by name in the file without PEFT's prefix.

@@ -1,7 +1,8 @@
 """Merge adapters into their base model: those of a folder for an export, or those of a live model.
 
 An export merges in fp32, one layer at a time, and rounds each tensor once to its dtype. The base is checked against
-the adapter without weights, then loaded on the CPU as in training. PEFT loads, merges and unloads. This module adds
+the adapter without weights, then loaded on the CPU as in training; experts that were quantized are rounded layer by
+layer as they are read, so that no second copy of them exists. PEFT loads, merges and unloads. This module adds
 what ``merge_and_unload`` does not do: the sum is not computed in the base model's 16 bits, fully trained tensors keep
 their values from the file, and a tied embedding is untied if the embedding or the head was trained.
 
@@ -10,22 +11,25 @@ The adapters of a live model are merged by PEFT, in the dtype of the base model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError, first_line
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import loading
+from alignment.internals.transformers_experts import packing_while_loading
 from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.adapters.record import PREFIX, kind_of, unsupported, with_initialization
+from alignment.models.experts import pack, quantizable, rounded
 from alignment.models.loading import load_whole
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.source import read_config
@@ -88,7 +92,7 @@ def load_base(
     dtype = "auto" if quantization is None else trained_dtype(adapter) or torch.bfloat16
     source = adapter.base, adapter.revision, config, quantization
     # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
-    model = load_extended(*source, dtype, trust_remote_code, torch.device("cpu"), adapter)
+    model = load_extended(*source, dtype, trust_remote_code, torch.device("cpu"), adapter, rounded)
     narrow = model.config.dtype in (torch.bfloat16, torch.float16)
     kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
     if stored or quantization is not None:
@@ -103,20 +107,25 @@ def load_base(
 def load_extended(
     path: str, revision: str | None, config: PretrainedConfig, quantization: Mapping[str, Any] | None,
     dtype: torch.dtype | str, trust_remote_code: bool, device: torch.device, adapter: AdapterFolder | None,
+    quantize: Callable[[Tensor, BitsAndBytesConfig], nn.Parameter] = pack,
 ) -> PreTrainedModel:  # fmt: skip
     """Load a model for an adapter, if any, with as many embeddings as ``config``; see :func:`check_match`.
 
-    Its checkpoint may lack tensors that the adapter contains.
+    Its checkpoint may lack tensors that the adapter contains. Experts that were quantized in training are quantized
+    with ``quantize``.
 
     Raises:
         ModelError: the model cannot be loaded, or other weights are missing.
     """
     arguments: dict[str, Any] = {"device_map": {"": device}, "revision": revision or "main"}
-    if quantization is not None:
-        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(quantization))
+    content = dict(quantization or {})
+    packs = content.pop("experts", False)
+    if content:
+        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(content)
     task, shapes = (CAUSAL_LM, {}) if adapter is None else (adapter.task, adapter.shapes)
     own = [key.replace(".base_layer.", ".") for key in shapes]
-    model = load_whole(path, task, dtype, trust_remote_code, own, **arguments)
+    with packing_while_loading(quantizable, quantize) if packs else contextlib.nullcontext():
+        model = load_whole(path, task, dtype, trust_remote_code, own, **arguments)
     if isinstance(found := getattr(model.config, "quantization_config", None), BitsAndBytesConfig):
         prepare_quantized(model, Quantization(found))
     rows = config.get_text_config().vocab_size

@@ -1,10 +1,11 @@
 """Measure the memory of the runs in a JSON file, one after another in one process per rank.
 
-Usage: memory_runs.py SPEC, with ``{"library", "runs": [{"seed", "engine", "limits", "only_plan", "options"}]}``. The
-last three may be left out. Rank N writes ``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside
-it: what the plan says, and bytes beyond those in use before the model was loaded, at the peak and at the end of each
-phase. With an engine, the trainer runs from loading to two steps and an evaluation. Without one, the model that the
-trainer loads computes one micro-batch forward and backward.
+Usage: memory_runs.py SPEC, with ``{"library", "expert_bytes", "runs": [{"seed", "engine", "limits", "only_plan",
+"options"}]}``. The last three, and ``expert_bytes``, may be left out. Rank N writes
+``{"SEED-engine": {"planned", "peaks", "after"}}`` to ``rankN.json`` beside it: what the plan says, and bytes beyond
+those in use before the model was loaded, at the peak and at the end of each phase. With an engine, the trainer runs
+from loading to two steps and an evaluation. Without one, the model that the trainer loads computes one micro-batch
+forward and backward.
 
 To find what makes a peak, run it again with ``limits``, such as ``{"train": PEAK - 1}``: the operation that reaches
 the peak raises an error.
@@ -33,6 +34,7 @@ import alignment
 from alignment.cli.guarded import guarded
 from alignment.data.batching import packed
 from alignment.engines.phases import PhaseRecord, Phases
+from alignment.models import experts
 from alignment.models.checking import why_not_packed
 from alignment.models.loading import checkpoint_first, enable_checkpointing
 from alignment.models.scorer import Scorer
@@ -160,6 +162,8 @@ def main() -> None:
     mock.patch("os.fsync").start()
     spec, found = Path(sys.argv[1]), {}
     given = json.loads(spec.read_text())
+    if "expert_bytes" in given:
+        mock.patch.object(experts, "EXPERT_BYTES", given["expert_bytes"]).start()
     for run in given["runs"]:
         case = MemoryCase.of(run["seed"])
         name = f"{case.seed}-{'engine' if run['engine'] else 'model'}"

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,6 +137,12 @@ def whole(policy: PolicyEngine) -> list[str]:
         for name, parameter in policy.scorer.named_parameters()
         if policy.partitioned and parameter.ds_status.name != "NOT_AVAILABLE" and not parameter.ds_persist
     ]
+
+
+def below_the_likeliest(policy: PolicyEngine, prompt: Sequence[int], ids: Sequence[int]) -> float:
+    """Return by how much the logits of a completion's tokens are below the highest ones, at most."""
+    logits = policy.scorer.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    return float((logits.amax(-1) - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]).max())
 
 
 class FailsAt:
