@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,6 @@ import time
 from pathlib import Path
 
 import httpx
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from alignment.config.dtypes import uses_cuda
 from alignment.config.errors import OptionError, TrainingError, setting
@@ -65,7 +65,9 @@ class Colocated:
             raise OptionError(
                 f"{name}: no such program; install vLLM in an environment of its own and set its bin/vllm"
             )
-        port = get_free_port()
+        with socket.socket() as free:
+            free.bind((LOCAL, 0))
+            port = free.getsockname()[1]
         self._url = f"http://{LOCAL}:{port}"
         self._command = serve_command(options, source, adapters, compute, host=LOCAL, port=port)
         self._command[0] = found
