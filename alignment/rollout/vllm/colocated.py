@@ -62,9 +62,7 @@ class Colocated:
         found = shutil.which(os.path.expanduser(options.vllm_executable))
         if found is None:
             name = setting("vllm_executable", options.vllm_executable)
-            raise OptionError(
-                f"{name}: no such program; install vLLM in an environment of its own and set its bin/vllm"
-            )
+            raise OptionError(f"{name}: no such program; install vLLM in its own environment and set its bin/vllm")
         with socket.socket() as free:
             free.bind((LOCAL, 0))
             port = free.getsockname()[1]
