@@ -177,7 +177,7 @@ def test_groups_are_split_so_that_a_step_takes_less_memory(tmp_path: Path, monke
     assert found[1][1] <= 6 * 2000 < 0.2 * found[0][1]  # bf16 and fp32 copies of the gradients of a group
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_peak_memory_of_a_load(tmp_path: Path) -> None:
     assert benchmark.measure({"megabytes": 500, "stage": 3, "dtype": "bf16", "folder": str(tmp_path)}) <= 1.10
 

@@ -51,7 +51,7 @@ def test_types_and_names_of_kernels() -> None:
     assert left_out("llama") == frozenset() and left_out("glm4") == {"rope"} and left_out("gpt_oss") == {"swiglu"}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_kernels_are_applied_to_one_model(tmp_path: Path) -> None:
     """Its layers use them, with the same results; the modeling module keeps its classes."""
     found = run(tmp_path / "out.json", *SAMPLE)

@@ -108,7 +108,7 @@ TWO_RANKS: list[Case] = [
 ]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_ranks_train_as_without(tmp_path: Path, ranks: RankServer) -> None:
     """All runs are in one launch: without a rehearsal, with one, and resumed with one."""
     model, runs = resumed_models(tmp_path / "models")["model"], []

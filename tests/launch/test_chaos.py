@@ -65,6 +65,9 @@ NAMED = [
 RANDOM_KILLS = 10
 
 
+LONG = ("reading", "removal")  # names of chains
+
+
 @pytest.fixture(scope="module")
 def chaos(ranks: RankServer) -> Iterator[Chaos]:
     """Runs to be killed, and one undisturbed run of each method."""
@@ -85,8 +88,11 @@ def test_every_point_is_reached() -> None:
     assert set(named) == set(POINTS)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("chain", NAMED, ids=lambda chain: f"{chain.name}-{chain.method}")
+@pytest.mark.parametrize(
+    "chain",
+    [pytest.param(one, marks=pytest.mark.slow if one.name in LONG else pytest.mark.ci) for one in NAMED],
+    ids=lambda chain: f"{chain.name}-{chain.method}",
+)
 def test_named_points(chaos: Chaos, chain: Chain) -> None:
     assert [one.killed for one in ran(chaos, chain)] == [True] * len(chain.kills) + [False]
 

@@ -26,7 +26,7 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
     "name",
     [
         pytest.param("torchrun launcher TERM kto", marks=pytest.mark.faults),  # a scheduler's signal, forwarded
-        pytest.param("deepspeed launcher KILL kto", marks=pytest.mark.faults),  # workers without a launcher
+        pytest.param("deepspeed launcher KILL kto", marks=pytest.mark.slow),  # workers without a launcher
         pytest.param("deepspeed group INT kto", marks=pytest.mark.slow),  # Ctrl-C
         pytest.param("torchrun rank1 KILL kto", marks=pytest.mark.slow),  # out of memory
         pytest.param("deepspeed rank0 KILL kto", marks=pytest.mark.slow),
