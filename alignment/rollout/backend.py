@@ -108,10 +108,11 @@ class Rollout(ABC):
     def generate(self, request: RolloutRequest) -> list[list[Completion]]:
         """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
 
+        Once a stop is requested, every rank raises ``Cut``.
+
         Raises:
             OptionError: the policy, or a setting of the request, is not supported.
             TrainingError: generation failed.
-            Cut: a stop was requested; raised on every rank.
         """
 
     def rehearsing(self, longest: Callable[[int], RolloutRequest]) -> AbstractContextManager[None]:
